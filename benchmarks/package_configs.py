@@ -1,6 +1,6 @@
 """Put measured choices into the package: what `stof tune MODEL --store DIR` left in `DIR/choices-DEVICE.json`.
 
-`python -m benchmarks.package_configs FILE... [--only TEXT] [--to DIR]`. Entries go into `src/stof/fusion/data`, in the
+`python -m benchmarks.package_configs FILE... [--only TEXT] [--to DIR]`. Entries go into `src/stof/device_data`, in the
 place of older ones for the same shapes; later files go before earlier ones. One line for each that is new or changed.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from stof.errors import ArgumentError
 from stof.fusion.records.choices import (
-    PACKAGED,
     VERSION,
     Choices,
     choices_of,
@@ -19,7 +18,7 @@ from stof.fusion.records.choices import (
     read_choices,
     write_choices,
 )
-from stof.runtime.files import read_checked
+from stof.runtime.files import DEVICE_DATA, read_checked
 
 
 def measured(path: Path) -> tuple[str, Choices]:
@@ -34,7 +33,7 @@ def measured(path: Path) -> tuple[str, Choices]:
         raise ArgumentError(f"{path} holds no choices: {error}") from None
 
 
-def package(paths: list[Path], only: str = "", folder: Path = PACKAGED) -> list[str]:
+def package(paths: list[Path], only: str = "", folder: Path = DEVICE_DATA) -> list[str]:
     """Write the file of the device that all paths are of; a line for each entry that is new or decides otherwise.
 
     Raises:
@@ -65,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="entries whose problem contains this")
-    parser.add_argument("--to", type=Path, default=PACKAGED)
+    parser.add_argument("--to", type=Path, default=DEVICE_DATA)
     given = parser.parse_args()
     for line in package(given.files, given.only, given.to):
         print(line)

@@ -112,7 +112,7 @@ def test_reference_names_exist() -> None:
 
 def test_user_documentation_stays_short() -> None:
     words = [word for page in PAGES for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)]
-    assert len(words) <= 13_000
+    assert len(words) <= 15_000
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 

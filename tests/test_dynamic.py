@@ -14,6 +14,11 @@ from torch import Tensor
 
 import stof
 from stof import masks
+from stof.dynamic.block_topk.buffers import block_buffers
+from stof.dynamic.buffers import OVERFLOW, DynamicSizes, WorkBuffers
+from stof.dynamic.dense import buffers as runtime
+from stof.dynamic.mask_buffers import core_of, fill_buffers
+from stof.dynamic.vertical_slash.buffers import vertical_slash_buffers
 from stof.errors import (
     ArgumentError,
     DeviceError,
@@ -31,11 +36,6 @@ from stof.kernels.triton.work_list import PreparedWork
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.dynamic import OUT_OF_RANGE, BlockTopK, VerticalSlash
-from stof.plans import dense as runtime
-from stof.plans.block_topk import block_buffers
-from stof.plans.buffers import OVERFLOW, DynamicSizes, WorkBuffers
-from stof.plans.mask_buffers import core_of, fill_buffers
-from stof.plans.vertical_slash import vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.examples import examples
@@ -71,7 +71,7 @@ def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) 
 
 
 def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
-    """As `stof.plans.mask_buffers.make_buffers`, with small tiles."""
+    """As `stof.dynamic.mask_buffers.make_buffers`, with small tiles."""
     core, offset = core_of(mask)
     problem = DynamicSizes(
         q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads)
@@ -345,7 +345,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block_wise = IMPLEMENTATIONS["block_wise"]
     anywhere = replace(block_wise.capabilities, devices=())
     monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
-    monkeypatch.setattr("stof.plans.dynamic.shared_memory_limit", lambda device: 2**20)
+    monkeypatch.setattr("stof.dynamic.plan.shared_memory_limit", lambda device: 2**20)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     one_stream(monkeypatch)
@@ -414,7 +414,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.runtime.streams.stream_id", lambda: current[-1].cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"held for {stream.name}"))
-    monkeypatch.setattr("stof.plans.dynamic.fill_buffers", lambda *given: log.append(f"built on {current[-1].name}"))
+    monkeypatch.setattr("stof.dynamic.plan.fill_buffers", lambda *given: log.append(f"built on {current[-1].name}"))
     mask = example("block_topk")
     plan = stof.dynamic_plan(mask, 90, heads=2)
     plan._buffers = buffers_of(mask, 90, 90)

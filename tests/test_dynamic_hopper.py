@@ -12,12 +12,12 @@ from torch import Tensor
 
 import stof
 from stof import masks
+from stof.dynamic.block_topk.buffers import BlockBuffers
+from stof.dynamic.mask_buffers import make_buffers
+from stof.dynamic.plan import DynamicPlan
 from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.quantization import FP8, widened
 from stof.masks.dynamic import BlockTopK
-from stof.plans.block_topk import BlockBuffers
-from stof.plans.dynamic import DynamicPlan
-from stof.plans.mask_buffers import make_buffers
 from stof.selection import IMPLEMENTATIONS, failures
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.test_hopper_launch import Twin, twin, unaligned
@@ -48,7 +48,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             IMPLEMENTATIONS, name, replace(own, capabilities=replace(own.capabilities, devices=devices))
         )
     state = [False]
-    monkeypatch.setattr("stof.plans.dynamic.shared_memory_limit", lambda device: H200_SHARED)
+    monkeypatch.setattr("stof.dynamic.plan.shared_memory_limit", lambda device: H200_SHARED)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stof import masks
-from stof.plans.mask_buffers import fill_buffers, make_buffers
+from stof.dynamic.mask_buffers import fill_buffers, make_buffers
 from tests.kernels.test_work import DEVICE
 from tests.test_dynamic import assert_exact, buffers_of
 

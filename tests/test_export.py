@@ -139,7 +139,8 @@ print(plan.number, mask.number, function.number, mask.key)
     keep = torch.ones(64, 64, dtype=torch.bool).tril()
     own = (stof.plan(keep, 64), masks.from_dense(keep), masks.from_function(lambda b, h, q, k: q > k))
     q, k, v = make_inputs().qkv
-    from stof.operators import NUMBERED, PLAN, masked_attention_op
+    from stof.handles import NUMBERED, PLAN
+    from stof.operators import masked_attention_op
 
     for name, number in ((PLAN, plan), (NUMBERED, mask), (NUMBERED, function), (key, 0)):
         with pytest.raises((ArgumentError, MaskError)):

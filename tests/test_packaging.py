@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -92,3 +93,17 @@ def test_the_wheel_runs_in_a_fresh_environment(built: Path, tmp_path: Path) -> N
     assert Path(where.strip()).is_relative_to(tmp_path / "env")
     run(python, "-c", PROGRAM, **borrowed)
     assert f"stof {stof.__version__}" in run(tmp_path / "env" / "bin" / "stof", "--version", **borrowed)
+
+
+@pytest.mark.slow
+def test_the_readme_runs_where_nothing_but_the_wheel_was_installed(built: Path, tmp_path: Path) -> None:
+    """Without the extras: neither transformers nor matplotlib is there."""
+    lines = re.search(r"## Ten lines\n+```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert lines is not None
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    wheel = built / f"{NAME}-py3-none-any.whl"
+    run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel, PYTHONPATH="")
+    program = lines[1] + "assert out.shape == q.shape\ncompiled(q, k, v)\n"
+    missing = "import importlib.util as u\nassert not u.find_spec('transformers') and not u.find_spec('matplotlib')\n"
+    run(python, "-c", missing + program, PYTHONPATH="")

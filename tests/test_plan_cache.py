@@ -116,6 +116,22 @@ def test_cache_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stof.plan(masks.causal(), 40) is not first
 
 
+def test_calls_find_their_plans_by_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call under a mask is looked up by the mask and the sizes alone, and only where these were checked before."""
+    cache = cache_of(2, 2**20, monkeypatch)
+    mask = masks.padding([3, 5])
+    for heads in (1, 2, 1, 2):
+        q, k, v = make_inputs(batch=2, heads=heads, q_len=6, kv_len=6, head_dim=4).qkv
+        assert_attention(stof.attention(q, k, v, mask), None, q, k, v, mask.to_dense(6))
+        with pytest.raises(ShapeError, match="batch size of 2"):
+            stof.attention(q[:1], k[:1], v[:1], mask)
+    assert cache.info().entries == 1
+    for n in range(4):  # the plan is dropped
+        other = masks.sliding_window(n)
+        assert_attention(stof.attention(q, k, v, other), None, q, k, v, other.to_dense(6))
+    assert_attention(stof.attention(q, k, v, mask), None, q, k, v, mask.to_dense(6))
+
+
 def test_cache_of_functions_knows_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     cache_of(8, 2**20, monkeypatch)
     by_head = masks.from_function(lambda b, h, i, j: i - j < h)

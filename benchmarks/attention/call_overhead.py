@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import stof
 from benchmarks.timing import host_us
 from stof import masks
+from stof.masks.functions import FunctionMask
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Launch:
 
 
 def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[Launch]:
-    """Median host time of `stof.attention` with a ready plan, and of PyTorch's attention on the same inputs.
+    """Median host time of `stof.attention` with a ready plan or a mask, and of PyTorch's attention on the same inputs.
 
     The problem is one sequence of 128 tokens (16 on the CPU, where the computation itself is in the time).
     """
@@ -30,9 +32,19 @@ def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[L
     window = masks.sliding_window(length // 4)
     keep = window.to_dense(length, device=device)
     plan, causal = (stof.plan(mask, length, device=device) for mask in (window, masks.causal()))
+    dense = masks.from_dense(keep)
+    function = masks.from_function(lambda b, h, q, kv: (q >= kv) & (q - kv < length // 4))
+    assert isinstance(function, FunctionMask)
+    block_mask = create_block_mask(function.fn, None, None, length, length, device=device.type)
+    flex = torch.compile(flex_attention, dynamic=False)
     contenders = {
-        "stof.attention, sliding window": lambda: stof.attention(q, k, v, plan),
-        "stof.attention, causal": lambda: stof.attention(q, k, v, causal),
+        "stof.attention, plan of a sliding window": lambda: stof.attention(q, k, v, plan),
+        "stof.attention, plan of causal": lambda: stof.attention(q, k, v, causal),
+        "stof.attention, sliding window": lambda: stof.attention(q, k, v, window),
+        "stof.attention, from_dense mask": lambda: stof.attention(q, k, v, dense),
+        "stof.attention, from_function mask": lambda: stof.attention(q, k, v, function),
+        "stof.attention, mask function": lambda: stof.attention(q, k, v, function.fn),
+        "FlexAttention compiled, BlockMask": lambda: flex(q, k, v, block_mask=block_mask),
         "scaled_dot_product_attention, dense mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
         "scaled_dot_product_attention, is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }

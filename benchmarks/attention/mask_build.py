@@ -15,13 +15,13 @@ from torch import Tensor
 import stof
 from benchmarks.peers.mask_formats import mask_mod
 from stof import LayoutConfig, masks
+from stof.dynamic.plan import DynamicPlan
 from stof.errors import ArgumentError
 from stof.kernels.torch.reference import reference_attention
 from stof.layout import build_layout
 from stof.layout.extend import extend_layout
 from stof.masks import Mask
 from stof.masks.index import Index
-from stof.plans.dynamic import DynamicPlan
 from stof.testing.attention_check import TOLERANCE, relative_error
 from stof.testing.mask_grid import GRID
 from stof.tuning.timing import time_calls

@@ -151,7 +151,7 @@ def launch(
     device: _Device = "",
     calls: Annotated[int, typer.Option(min=50, help="Calls timed, in batches of 50.")] = 2000,
 ) -> None:
-    """Host time of one eager call with a ready plan, next to PyTorch's own attention."""
+    """Host time of one eager call with a ready plan or a mask, next to PyTorch's own attention."""
     from rich.table import Table
 
     from benchmarks.attention.call_overhead import launch_times
@@ -164,6 +164,73 @@ def launch(
     for found in launch_times(where, precision, calls):
         table.add_row(found.name, f"{found.us:.1f}")
     table_console().print(table)
+
+
+@app.command(cls=CheckedCommand)
+def backward(
+    masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
+    shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
+    impls: Annotated[str, typer.Option(help="stof, sdpa and flex, separated by spaces; default by device.")] = "",
+    dtype: _Dtype = "",
+    device: _Device = "",
+    rounds: _Rounds = 5,
+    output: _Output = None,
+) -> None:
+    """Time forward passes, backward passes and both; every gradient is checked against float64 first."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from benchmarks.attention.backward import PEERS, backward_rows
+    from benchmarks.results_io import provenance, write_json
+    from stof.testing.mask_grid import Shape, grid_mask
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, precision = _place(device, dtype)
+    chosen = names("--impls", impls or ("stof sdpa" if where.type == "cpu" else " ".join(PEERS)), PEERS)
+    wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
+    table = Table("mask", "shape", "implementation", "pass", "us", title=f"Gradients on {device_name(where)}")
+    rows = []
+    for row in backward_rows([grid_mask(name) for name in masks.split()], wanted, chosen, where, precision, rounds):
+        rows.append(row)
+        table.add_row(row.mask, row.shape, row.impl, row.passes, row.note if row.us is None else f"{row.us:.0f}")
+        if output is not None:
+            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
+    table_console().print(table)
+
+
+@app.command("first-call", cls=CheckedCommand)
+def first_call(
+    device: _Device = "",
+    libraries: Annotated[str, typer.Option(help="stof and flex, separated by spaces.")] = "stof flex",
+    output: _Output = None,
+) -> None:
+    """Time the first eager calls of a process, with empty caches and with those that it left, beside FlexAttention."""
+    from tempfile import TemporaryDirectory
+
+    from rich.table import Table
+
+    from benchmarks.attention.first_call import LIBRARIES, as_json, run_processes
+    from benchmarks.results_io import provenance, write_json
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, _ = _place(device, "")
+    chosen = names("--libraries", libraries, LIBRARIES)
+    with TemporaryDirectory() as folder:
+        rows = list(run_processes(where, tuple(chosen), Path(folder)))
+    columns = list(dict.fromkeys((row.library, row.caches) for row in rows))
+    table = Table(title=f"First calls on {device_name(where)}, s", caption="; ".join(r.note for r in rows if r.note))
+    for heading in ("call", *(f"{library}, caches {caches}" for library, caches in columns)):
+        table.add_column(heading)
+    times = {(row.call, row.library, row.caches): row.seconds for row in rows}
+    for call in dict.fromkeys(row.call for row in rows):
+        seconds = (times.get((call, *column)) for column in columns)
+        table.add_row(call, *("-" if value is None else f"{value:.2f}" for value in seconds))
+    table_console().print(table)
+    if output is not None:
+        write_json(output, as_json(rows, provenance(where)))
 
 
 @app.command(cls=CheckedCommand)

@@ -1,36 +1,44 @@
 """Two products with a narrow value between them in one kernel: adapters and low-rank updates.
 
-`python -m benchmarks.fusion.chained_gemm [--seconds 40] [--store DIR] [--json FILE]`, on a GPU. Every configuration is
-checked against float64 before it is timed. One line for each case: Inductor's code for all of it, two calls of
-`stof::linear` with their defaults, and the fastest chain; GPU time of CUDA-graph replays, cold L2. Times are kept in
-`--store`.
+`python -m benchmarks.fusion.chained_gemm [--json FILE]`, on a GPU. One line for each case: Inductor's code for all of
+it, two calls of `stof::linear` with their defaults, and the fastest configuration of the chained kernel; GPU time of
+CUDA-graph replays, cold L2. Each is checked against float64 before it is timed. STOF does not use this kernel: two
+calls of `stof::linear` were faster in all cases.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
-from benchmarks.fusion.search_ablation import measured
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.measure.parallel_compile import compile_candidates
-from stof.fusion.measure.segment_timer import SegmentTimer
-from stof.fusion.records.store import default_store
-from stof.fusion.templates import chain_linear, linear
+from stof.fusion.templates import GemmConfig, linear
+from stof.fusion.templates.device_properties import pdl_options
+from stof.runtime.cache_keys import with_stable_key
 from stof.tuning.timing import time_calls
 
 # Rows, width, columns between, activation: adapters in BERT-base, low-rank updates in LLaMA-1B.
 CASES = [(128, 768, 64, "gelu"), (4096, 768, 64, "gelu"), (16, 2048, 16, "none"), (4096, 2048, 16, "none")]
-Given = tuple[Tensor, Tensor, Tensor, Tensor]
+# The columns of a block of rows are split among programs.
+CONFIGS = (
+    "16x64x128,4w,3s,tile", "16x64x128,4w,3s,tile,split4", "16x64x128,4w,3s,tile,split8",
+    "16x64x128,4w,3s,tile,split16", "16x64x128,4w,3s,tile,split32", "32x64x64,4w,4s,tile",
+    "32x64x64,4w,4s,tile,split4", "32x64x64,4w,4s,tile,split8", "64x128x64,4w,3s,tile",
+    "64x128x64,4w,3s,tile,split2", "64x128x64,4w,3s,tile,split4", "16x64x32,4w,2s,tile,split4", "64x64x32,4w,2s,tile",
+    "128x128x64,8w,3s,tile",
+)  # fmt: skip
+INDUCTOR, TWO = "Inductor", "two calls"
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def given(rows: int, width: int, inner: int, device: torch.device) -> Given:
+def random_tensors(rows: int, width: int, inner: int, device: torch.device) -> Tensors:
     """x, both weights, and what is added."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (rows, width), (inner, width), (width, inner), (rows, width)
@@ -43,65 +51,81 @@ def plain(x: Tensor, down: Tensor, up: Tensor, residual: Tensor, activation: str
     return F.linear(F.gelu(between) if activation == "gelu" else between, up) + residual
 
 
-def captured(tensors: list[Given]) -> fx.GraphModule:
-    """Dynamo's graph of all cases."""
-    graphs: list[fx.GraphModule] = []
+def chain(
+    x: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    up: Tensor,
+    up_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    config: GemmConfig,
+) -> Tensor:
+    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`; what lies between is rounded to x's dtype.
 
-    def cases(tensors: list[Given]) -> list[Tensor]:
-        return [plain(*tensors[i], CASES[i][3]) for i in range(len(CASES))]
+    Args:
+        x: `[M, K]`, float16 or bfloat16.
+        down: `[R, K]`, R at most 256: the kernel holds R columns in registers.
+        up: `[N, R]`.
+        down_bias, up_bias: None or `[R]`, `[N]`.
+        residual: None or `[M, N]`.
+        config: of kind "tile"; `split` programs share the columns of a block of rows.
 
-    def keep(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
+    Rows of all matrices are contiguous.
+    """
+    from benchmarks.fusion.chain_kernel import chain_kernel
 
-    with torch.no_grad():
-        torch.compile(cases, backend=keep, dynamic=False, fullgraph=True)(tensors)
-    return graphs[0]
+    rows, depth = x.shape
+    columns, inner = up.shape
+    out = x.new_empty(rows, columns)
+    with_stable_key(chain_kernel)[(-(-rows // config.block_m) * config.split,)](
+        x, down, down_bias, up, up_bias, residual, out,
+        rows, columns, depth, inner, x.stride(0), down.stride(0), up.stride(0),
+        0 if residual is None else residual.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        INNER=max(16, 1 << (inner - 1).bit_length()),  # what tensor cores take at the least, and a power of two
+        PARTS=config.split, ACTIVATION=activation, FAST=x.device.type == "cuda",
+        HAS_DOWN_BIAS=down_bias is not None, HAS_UP_BIAS=up_bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
+    )  # fmt: skip
+    return out
 
 
-def line(case: tuple[int, int, int, str], tensors: Given, best: str, device: torch.device) -> dict[str, Any]:
-    """Three ways to compute a case, timed in turn."""
-    x, down, up, residual = tensors
-    activation = case[3]
+def line(case: tuple[int, int, int, str], device: torch.device) -> dict[str, Any]:
+    """All ways to compute a case, timed in turn; a time is None where the result is wrong."""
+    rows, width, inner, activation = case
+    x, down, up, residual = tensors = random_tensors(rows, width, inner, device)
     compiled = torch.compile(plain, dynamic=False, fullgraph=True)
-    calls = {
-        "inductor_us": lambda: compiled(*tensors, activation),
-        "two_us": lambda: linear(linear(x, down, None, None, activation, ""), up, None, residual, "none", ""),
-        "chain_us": lambda: chain_linear(x, down, None, up, None, residual, activation, best),
+    calls: dict[str, Callable[[], Tensor]] = {
+        INDUCTOR: lambda: compiled(*tensors, activation),
+        TWO: lambda: linear(linear(x, down, None, None, activation, ""), up, None, residual, "none", ""),
     }
+    for text in CONFIGS:
+        config = GemmConfig.parse(text)
+        if config.block_m < 4 * rows + 16 and config.split <= -(-width // config.block_n):
+            calls[text] = partial(chain, x, down, None, up, None, residual, activation, config)
     exact = plain(x.double(), down.double(), up.double(), residual.double(), activation)
-    times: dict[str, float | None] = {}
     with torch.no_grad():
         off = {name: float((call().double() - exact).abs().max()) for name, call in calls.items()}
-        for name, timing in time_calls(calls, device, rounds=11).items():
-            times[name] = timing.gpu_us if off[name] <= 2 * off["inductor_us"] + 2e-3 else None
-    return {"rows": case[0], "width": case[1], "between": case[2], "activation": activation, **times, "best": best}
+        timings = time_calls(calls, device, rounds=11)
+    times = {name: timing.gpu_us for name, timing in timings.items() if off[name] <= 2 * off[INDUCTOR] + 2e-3}
+    chains = {name: us for name, us in times.items() if name not in (INDUCTOR, TWO) and us is not None}
+    best = min(chains, key=chains.__getitem__, default=None)
+    return {
+        "rows": rows, "width": width, "between": inner, "activation": activation, "inductor_us": times.get(INDUCTOR),
+        "two_us": times.get(TWO), "chain_us": None if best is None else chains[best], "best": best,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--store", type=Path)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    device, timer, start = torch.device("cuda", 0), SegmentTimer(), time.monotonic()
-    tensors = [given(*case[:3], device) for case in CASES]
-    compiler, store = compile_candidates, default_store(device, asked.store)
-    table, taken = measured(captured(tensors), timer, store, asked.seconds, compiler, experimental=True)
-    print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
-    for (name, config), why in timer.failures.items():
-        print(f"{name} {config}: {why}")
-    if table is None:
-        print("not everything is measured yet; run it again with the same --store to go on")
-        return
-    starts = [sum(3 + (case[3] != "none") for case in CASES[:i]) for i in range(len(CASES))]
-    # The longest segment that begins with a case's first product is all of it.
-    whole = [max((s for s in table.segments if s.places[0][0] == at), key=lambda s: s.places[0][1]) for at in starts]
-    found = [min((us, c[1]) for c, us in s.times.items() if c and c[0] == "chain_linear")[1] for s in whole]
-    rows = [line(case, one, best, device) for case, one, best in zip(CASES, tensors, found, strict=True)]
-    if asked.json is not None:
-        write_json(asked.json, {"meta": provenance(device), "rows": rows})
-    for row in rows:
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    lines = [line(case, device) for case in CASES]
+    if options.json is not None:
+        write_json(options.json, {"meta": provenance(device), "rows": lines})
+    for row in lines:
         print(*(f"{value:.1f}" if isinstance(value, float) else value for value in row.values()), sep=" | ")
 
 

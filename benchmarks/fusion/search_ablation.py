@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -183,16 +183,14 @@ def measured(
     store: Store | None,
     seconds: float,
     compiler: ParallelCompiler | None = None,
-    *,
-    experimental: bool = False,
 ) -> tuple[Table | None, int]:
     """Measure what `store` lacks, for up to `seconds`.
 
     Returns the table, None while times are missing, and how many times were taken.
 
-    `compiler` compiles a segment's candidates before they are measured. `experimental` as for the backend.
+    `compiler` compiles a segment's candidates before they are measured.
     """
-    operators = [replace(o, chainable=experimental) for o in recognize_operators(gm.graph)]
+    operators = recognize_operators(gm.graph)
     graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
     held = store.load().segments if store is not None else {}
     found = {

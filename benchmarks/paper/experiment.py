@@ -22,7 +22,7 @@ from stof.errors import MissingDependencyError
 from stof.tuning.machine import device_name, package_version
 
 # What a row's time depends on, below src/stof.
-_ATTENTION = ("kernels", "layout", "runtime", "selection")
+_ATTENTION = ("device_data", "kernels", "layout", "runtime", "selection")
 _MODELS = (*_ATTENTION, "fusion", "integrations")
 _PEERS = ("transformers", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend")
 # Baselines of the paper, and peers, that no cell has.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from stof import errors, masks
 from stof.attention import attention, explain, plan
+from stof.dynamic.plan import DynamicPlan, dynamic_plan
 from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
-from stof.plans.dynamic import DynamicPlan, dynamic_plan
 from stof.plans.make import plan_cache
 from stof.plans.plan import Plan
 from stof.version import __version__ as __version__

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from stof.errors import KernelError
+from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
+from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
+from stof.handles import FULL, handle_of, is_constant
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
-from stof.operators import (
-    NUMBERED,
-    PLAN,
-    TENSOR,
-    Intersection,
-    call_spec,
-    is_empty,
-    masked_attention_op,
-    plan_of,
-    run_call,
-    run_empty,
-    varying_attention_op,
-)
-from stof.plans.make import make_plan
+from stof.masks.tensors import as_mask, is_function_or_block_mask
+from stof.operators import masked_attention_op, varying_attention_op
+from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, is_exporting, is_plain
 from stof.selection import Explanation
@@ -39,8 +29,17 @@ from stof.validation import (
     check_softcap,
     check_tensors,
     refuse_contexts,
+    refuse_gradients,
     refuse_jit_trace,
     usable_device,
+)
+
+# Types of tensors that hold values.
+_REAL = (Tensor, torch.nn.Parameter)
+_CHANGES = (
+    "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
+    "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
+    "variables"
 )
 
 
@@ -140,7 +139,7 @@ def attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention under any mask; forward only.
+    """Scaled dot-product attention under any mask, differentiable in q, k, v, the bias and the sinks.
 
     `softmax(softcap(scale * q @ k^T) + bias)` over the keys the mask keeps, times `v`. Source: STOF
     (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator); 8-bit
@@ -188,9 +187,14 @@ def attention(
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     keyed = plain and (scales is None or len(own) > 0)
+    stored: Plan | None = None
+    if keyed and isinstance(mask_or_plan, Plan):
+        stored = mask_or_plan
+    elif keyed:
+        stored = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
     # Autocast would make other arguments of these.
-    if keyed and isinstance(mask_or_plan, Plan) and not torch.is_autocast_enabled(mask_or_plan.device.type):
-        ready = mask_or_plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
+    if stored is not None and not torch.is_autocast_enabled(stored.device.type):
+        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
         if ready is not None:
             try:
                 found = ready(q, k, v, bias, sinks, *own)
@@ -210,9 +214,19 @@ def attention(
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
-        handle = _handle_of(mask_or_plan, q, k)
+        differentiated = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *own)
+        )
+        if differentiated:
+            refuse_gradients(mask_or_plan, own)
+            if not compiling and not is_empty(q, k) and type(q) in _REAL:
+                # The backward pass is under the mask of this call, whatever changes meanwhile.
+                mask_or_plan = plan_of(mask_or_plan, q, k)
+        handle = handle_of(mask_or_plan, q, k)
+        if differentiated and compiling and handle.may_change:
+            raise UnsupportedError(_CHANGES, {})
         tensors = own or (None, None, None)
-        operator = masked_attention_op if _is_constant(handle) else varying_attention_op
+        operator = masked_attention_op if is_constant(handle) else varying_attention_op
         out, lse = operator(
             q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
         )
@@ -222,61 +236,6 @@ def attention(
         options = Options(factor, cap, bias, sinks, own)
         out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
     return (out, lse) if return_lse else out
-
-
-class _Handle(NamedTuple):
-    """How an operator is told its mask or plan: a compiler guards on the key, and takes the others as inputs.
-
-    Attributes:
-        key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED`, `TENSOR` or that of an `Intersection`.
-        number: of the living plan or mask, else 0.
-        keep: bool tensor, the mask itself.
-        may_change: whether the mask reads what may be written to: a CUDA graph would not see it.
-        mask: kept alive until the operator has looked it up by its number.
-    """
-
-    key: str
-    number: int = 0
-    keep: Tensor | None = None
-    may_change: bool = False
-    mask: Mask | None = None
-
-
-def _handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> _Handle:
-    if isinstance(mask_or_plan, str):
-        return _Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
-    if isinstance(mask_or_plan, Intersection):
-        return _Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.may_change)
-    exporting = is_exporting()
-    if isinstance(mask_or_plan, Plan):
-        mask_or_plan.check_call(q, k)
-        if not exporting:
-            return _Handle(PLAN, mask_or_plan.number)
-    traced = exporting or torch.compiler.is_compiling()
-    if traced and isinstance(mask_or_plan, Tensor):
-        return _Handle(TENSOR, 0, mask_or_plan)  # a mask made of it here would not outlive the trace
-    if traced and is_function_or_block_mask(mask_or_plan):
-        # Nor would one made of a function, which may close over tensors of the trace: the operator refuses it.
-        return _Handle("<a function>")
-    if not exporting:
-        mask = dense_view(mask_or_plan) if isinstance(mask_or_plan, Tensor) else as_mask(mask_or_plan)
-        if not mask.number:
-            return _Handle(mask.key)
-        return _Handle(NUMBERED, mask.number, None, mask.may_change, None if traced else mask)
-    # A number means nothing to the process that loads the program, which takes named patterns and tensors.
-    found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
-    if isinstance(found, DenseMask):
-        return _Handle(TENSOR, 0, found.keep)
-    return _Handle("<a plan that was read from a file or moved>" if found is None else found.key)
-
-
-def _is_constant(handle: _Handle) -> bool:
-    """Whether compiled code has this mask as a constant; one that changed before, or can, stays out of CUDA graphs."""
-    if not torch.compiler.is_compiling() or is_exporting():
-        return True
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    return handle.keep is None and not handle.may_change and has_static_value(handle.number)
 
 
 def explain(

@@ -6,7 +6,9 @@ import inspect
 import sys
 from typing import Any
 
-from stof.operators import _masked_attention, masked_attention_op, named, plan_of, varying_attention_op
+from stof.dispatch import plan_of
+from stof.handles import named
+from stof.operators import _masked_attention, masked_attention_op, varying_attention_op
 from stof.runtime.private import FakeTensor, dispatch_modes
 
 _ARGUMENTS = inspect.signature(_masked_attention)

@@ -69,11 +69,23 @@ def refuse_tangents(*tensors: object) -> None:
             refuse_derivatives("an input has a tangent of torch.autograd.forward_ad")
 
 
+def refuse_gradients(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
+    """Refuse gradients of 8-bit calls, and under plans whose mask the next step replaces.
+
+    Raises:
+        UnsupportedError: of such a call.
+    """
+    if scales:
+        refuse_derivatives("8-bit tensors and their scales have no gradients; train in bfloat16")
+    if getattr(mask_or_plan, "is_dynamic", False):
+        refuse_derivatives("a dynamic plan has no transposed layout; make a plan of each step's mask by stof.plan")
+
+
 def refuse_derivatives(why: str) -> NoReturn:
     """Raise the UnsupportedError of calls that are differentiated."""
     raise UnsupportedError(
-        f"stof.attention computes forward passes only, and {why}; run inference under torch.inference_mode(), and "
-        "differentiate with another attention implementation for now",
+        f"stof.attention has gradients of first order in reverse mode alone, and {why}; run inference under "
+        "torch.inference_mode(), and differentiate otherwise with another attention implementation",
         {},
     )
 
@@ -208,7 +220,12 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
     # Spelled out, not `own not in (1, size)`: compilers compare symbolic sizes with ==, not in tuples.
     if bias.ndim > 4 or any(own != 1 and own != size for own, size in zip(shape, full, strict=True)):
         raise ShapeError(f"bias broadcasts to [B, H, Sq, Skv] = {list(full)}, got {list(bias.shape)}")
-    return bias.view(shape) if bias.ndim < 4 else bias
+    return with_four_dims(bias)
+
+
+def with_four_dims(bias: Tensor) -> Tensor:
+    """A bias that was checked, with leading dimensions of size 1."""
+    return bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:

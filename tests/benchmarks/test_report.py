@@ -201,7 +201,7 @@ def test_decode_command(tmp_path: Path) -> None:
 
 def test_launch_and_peers_commands() -> None:
     shown = run("launch", "--device", "cpu", "--calls", "50")
-    assert "stof.attention, causal" in shown
+    assert "stof.attention, plan of causal" in shown
     assert "flash-4-64" in run("peers")
 
 

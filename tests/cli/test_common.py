@@ -43,14 +43,14 @@ CONTENTS = {
     "png": b"\x89PNG\r\n\x1a\n....",
     "svg": b'<?xml version="1.0" encoding="utf-8"?>\n<!-- made by hand -->\n<svg xmlns="http://www.w3.org/2000/svg">',
     "pdf": b"%PDF-1.7",
-    "html": b"<!DOCTYPE html><html><svg></svg></html>",
+    "page": b"<!DOCTYPE html><html><svg></svg></html>",
     "text": b"import torch  # <svg %PDF-1.7",
     "cut": b"\x89PNG",
     "xml": b'<?xml version="1.0"?><html></html>',
 }
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf", "html"])
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_files_of_another_kind_are_not_replaced(kind: str, tmp_path: Path) -> None:
     must_be_replaceable(None, kind)
     must_be_replaceable(tmp_path / "new", kind)
@@ -69,7 +69,6 @@ COMMANDS = {
     "inspect": ["inspect", "causal", "--q-len", "64", "--no-draw", "--png"],
     "demo": ["demo", "--device", "cuda:99", "--picture"],
     "tune, a chart": ["tune", "nothing_is_loaded", "--png"],
-    "tune, a page": ["tune", "nothing_is_loaded", "--html"],
 }
 
 
@@ -87,7 +86,7 @@ def test_commands_write_over_no_other_files(name: str, ending: str, tmp_path: Pa
 def test_two_outputs_in_one_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     paths = (str(tmp_path / "x.png"), str(tmp_path / "folder" / ".." / "x.png"))
-    done = CliRunner().invoke(app, ["tune", "nothing_is_loaded", "--html", paths[0], "--png", paths[1]])
+    done = CliRunner().invoke(app, ["tune", "nothing_is_loaded", "--lock", paths[0], "--png", paths[1]])
     assert done.exit_code == 2
     assert "another output goes there" in done.output.replace("\n", " ")
 

@@ -27,13 +27,10 @@ from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
 from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm
-from stof.fusion.templates.triton import chained_gemm, gemm, row_norm
+from stof.fusion.templates.triton import gemm, row_norm
 from tests.kernels.assemble import ARCHS, assemble
 
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int8: "i8",
-    torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 _CAPABILITY = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 
 
@@ -105,8 +102,6 @@ def cases(every: bool) -> Iterator[Case]:
     normed = GemmShape("norm_linear", 4096, 3072, 2048, norm="rms")
     folded = GemmShape("rms_gated_linear", 4096, 8192, 2048, activation="silu", norm="rms")
     turning = GemmShape("rotary_linear", 4096, 3072, 2048, norm="rms", head_dim=64, turned=2560)
-    stored = GemmShape("scaled_linear", 16, 2048, 2048, activation="silu", bias=True, residual=True, stored="int8")
-    floats = replace(stored, stored="float8_e4m3fn")
     layer = GemmShape("norm_linear", 100, 768, 768, norm="layer", scaled=True, bias=True)
 
     def case(name: str, shape: GemmShape, text: str, archs: tuple[int, ...] = (90,), dtype: torch.dtype = half) -> Case:
@@ -138,26 +133,8 @@ def cases(every: bool) -> Iterator[Case]:
     yield case("swiglu", gated, "64x64x64,4w,4s,tile,split4", (80, 90))
     yield case("transposed", turned, "64x64x64,4w,4s,tile,split4")
     yield case("transposed", replace(turned, m=128), "64x32x128,4w,4s,tile")
-    for text in ("16x64x128,4w,4s,tile,split4", "64x64x128,4w,3s,tile"):
-        yield case("int8", stored, text, ARCHS)
-        yield case("int8", stored, text, (80, 90), bfloat)
-        yield case("float8", floats, text, (89, 90, 100, 120))
-        yield case("float8", floats, text, (90,), bfloat)
-    chained = GemmShape("chain_linear", 128, 768, 768, activation="gelu", bias=True, residual=True, inner=64)
-    for text in ("16x64x128,4w,3s,tile,split8", "64x128x64,4w,3s,tile,split2"):
-        yield case("chain", chained, text, ARCHS)
-        yield case("chain", replace(chained, inner=16), text, (80, 90), bfloat)
-    yield case("chain", replace(chained, inner=256), "64x64x32,4w,2s,tile", (80, 90))
     yield case("layer norm", layer, "64x64x64,4w,2s,tile", (80, 90))
     yield case("gelu", plain, "64x64x32,4w,3s,tile", (80,), torch.float32)
-
-
-def chain_of(case: Case) -> GemmCall:
-    """The same of a chain."""
-    shape, dtype = case.shape, case.dtype
-    sizes = (shape.m, shape.k), (shape.inner, shape.k), (shape.inner,), (shape.n, shape.inner), (shape.n,)
-    given = [torch.empty(size, dtype=dtype) for size in sizes]
-    return launch.chain_call(*given, torch.empty(shape.m, shape.n, dtype=dtype), shape.activation)
 
 
 def product_of(case: Case) -> GemmCall:
@@ -167,7 +144,6 @@ def product_of(case: Case) -> GemmCall:
     weight = (
         torch.empty(shape.k, rows, dtype=dtype).t() if shape.transposed else torch.empty(rows, shape.k, dtype=dtype)
     )
-    weight = weight.to(getattr(torch, shape.stored)) if shape.stored else weight
     norm = norm_of(case, shape.k) if shape.template == "norm_linear" else None
     norm = Norm("rms", None, None, 1e-5) if shape.template in ROW_SCALED and shape.norm else norm
     angles = torch.empty(shape.m, shape.head_dim, dtype=dtype)
@@ -181,7 +157,6 @@ def product_of(case: Case) -> GemmCall:
         norm,
         torch.empty(shape.m) if shape.template in ROW_SCALED and shape.norm else None,
         Rotary(angles, angles, shape.turned, shape.head_dim) if shape.head_dim else None,
-        torch.empty(rows, dtype=dtype) if shape.stored else None,
     )
 
 
@@ -198,7 +173,6 @@ def recorded(case: Case) -> list[Recorder]:
         row_norm: ("row_norm_kernel", "merged_norm_kernel", "row_statistics_kernel"),
         pingpong: ("pingpong_gemm_kernel",),
         cooperative: ("cooperative_gemm_kernel",),
-        chained_gemm: ("chain_kernel",),
     }
     recorders: list[Recorder] = []
     with contextlib.ExitStack() as patched:
@@ -206,9 +180,7 @@ def recorded(case: Case) -> list[Recorder]:
             for name in kernels:
                 recorders.append(Recorder(getattr(module, name)))
                 patched.enter_context(mock.patch.object(module, name, recorders[-1]))
-        if case.shape.inner:
-            launch.compute(chain_of(case), case.config)
-        elif case.shape.template == "linear_norm":
+        if case.shape.template == "linear_norm":
             launch.compute_normed(product_of(case), case.config, norm_of(case, case.shape.n))
         else:
             launch.compute(product_of(case), case.config)
@@ -259,7 +231,7 @@ def compiled(case: Case, record: Recorder, arch: int) -> Compiled:
     """Compile for one GPU and read the resources off the binary."""
     made, options = source(record, arch)
     kernel = assemble(made, arch, options)
-    product = record.kernel.__name__.endswith(("gemm_kernel", "chain_kernel"))
+    product = record.kernel.__name__.endswith("gemm_kernel")
     return Compiled(
         kernel=record.kernel.__name__,
         name=f"{case.name} {str(case.dtype).removeprefix('torch.')}",

@@ -35,7 +35,7 @@ def test_templates_compile(version: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["arch"] for kernel in kernels} == (set(LIMITS) if version == "installed" else {90})
-    assert len({kernel["kernel"] for kernel in kernels}) == 7
+    assert len({kernel["kernel"] for kernel in kernels}) == 6
     problems = [f"sm_{one['arch']} {one['kernel']} {one['name']} {one['config']}: {fault}" for one in kernels
                 for fault in faults(one)]  # fmt: skip
     assert not problems, "\n".join(["", *problems])
@@ -50,8 +50,7 @@ def faults(kernel: dict[str, Any]) -> list[str]:
         found.append(f"takes {kernel['shared']} bytes of shared memory, {kernel['estimated']} were counted")
     rows = int(kernel["config"].split("x")[0])
     # What goes through registers on its way is no step ahead: rows to normalise, columns not known to be neighbours.
-    # Columns that are widened in registers have a stage less, for nothing reads it later; of a chain more is counted.
-    through = kernel["name"].startswith(("layer norm", "int8", "float8", "chain"))
+    through = kernel["name"].startswith("layer norm")
     if kernel["arch"] == 90 and rows >= 64 and ",tile" in kernel["config"] and not through:
         found += ["has fewer steps in flight than stages"] if kernel["shared"] < kernel["estimated"] else []
     if kernel["estimated"] and kernel["arch"] == 90 and rows >= 64 and "float32" not in kernel["name"]:

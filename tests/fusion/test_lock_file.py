@@ -18,7 +18,6 @@ from stof.errors import ArgumentError, LockFileError
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.records import choices as choice_files
 from stof.fusion.records.choices import TunedConfig, choices_path, known_choices, read_choices, update_choices
 from stof.fusion.records.lock_file import Lock, current_versions, read_lock
 from stof.fusion.records.report import FusionReport
@@ -26,7 +25,7 @@ from stof.fusion.records.store import GraphRecord, Records, Store
 from stof.fusion.templates.registry import Template
 from stof.fusion.templates.row_buckets import format_table
 from stof.integrations.torch_compile import CompileOptions
-from stof.runtime.files import write_checked
+from stof.runtime.files import DEVICE_DATA, write_checked
 from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_segment_timer import Model, Table
 from tests.fusion.test_template_ops import GONE
@@ -314,9 +313,9 @@ def test_choices_of_wrong_values_are_ignored_with_a_warning(tmp_path: Path, valu
 
 
 def test_packaged_files_are_whole() -> None:
-    for path in choice_files.PACKAGED.glob("*.json"):
+    for path in DEVICE_DATA.glob("choices-*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
-        assert path == choices_path(choice_files.PACKAGED, data["device"])
+        assert path == choices_path(DEVICE_DATA, data["device"])
         assert len(read_choices(path)) == len(data["choices"]) > 0
 
 

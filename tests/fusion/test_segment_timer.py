@@ -221,15 +221,17 @@ def test_reports_print_a_row_for_alike_segments() -> None:
     row = SegmentReport("linear 8>6 + gelu", "linear", "64x64x32,4w,3s,tile", "measured faster", 12.34, 10.0)
     left = SegmentReport("[bold]attention", "", "", "", rest="stof attention")
     long = SegmentReport("layer_norm", "", "", "norm_linear: 37.4 us at best, Inductor 34.5 us")
-    report = FusionReport([row, left, row, long], "001", "abcd", ["a note [in brackets]"])
+    buckets = SegmentReport("linear 8>9", "linear", "16=;64=64x64x32,4w,3s,tile", "by the lock")
+    report = FusionReport([row, left, row, long, buckets], "001", "abcd", ["a note [in brackets]"])
     for width in (160, 80):
         stream = StringIO()
         Console(width=width, file=stream).print(report)
         text = stream.getvalue()
-        assert "2 of 4 segments computed by templates" in text
+        assert "3 of 5 segments computed by templates" in text
         assert "scheme abcd" in text
         assert text.count("linear 8>6") == 1
         assert "12.3" in text
+        assert "- linear 8>9 by linear, by rows: 16: (default); 64: 64x64x32,4w,3s,tile" in " ".join(text.split())
         assert "[bold]attention" in text
         assert "stof attention" in text
         assert "a note [in brackets]" in text

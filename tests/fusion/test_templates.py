@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, GemmShape, launch, reference
+from stof.fusion.templates import GemmConfig, launch, reference
 from stof.fusion.templates.folded_weights import folded
 from stof.fusion.templates.gemm_config import ACTIVATIONS, config_problems
 from stof.fusion.templates.norms import Norm, normalise
@@ -227,65 +227,6 @@ def test_rotated_heads(
 ) -> None:
     t = tensors(m, 32 * heads + 8 * rest, 72, dtype)
     check_rotary(text, t, head_dim, 32 * heads, positions, normed)
-
-
-def check_scaled(text: str, t: dict[str, Tensor], stored: torch.dtype, activation: str, bias: bool) -> Tensor:
-    """Values over all of their dtype's range, and factors that bring them to the size of weights."""
-    wide = t["weight"].double() / t["weight"].double().abs().amax()
-    limit = torch.iinfo(stored).min if stored == torch.int8 else torch.finfo(stored).max
-    values, scale = (wide * limit).to(stored), t["bias"].double().mul(t["x"].shape[1] ** -0.5 / limit).to(torch.float32)
-    b, r = t["bias"] if bias else None, t["residual"]
-    product = launch.gemm_call("scaled_linear", t["x"], values, b, r, activation, scale=scale[:, None])
-
-    def twin(f: Callable[[Tensor], Tensor]) -> Tensor:
-        # As graphs write it: factors first, in x's dtype.
-        weight = f((values.double() * scale.double()[:, None]).to(t["x"].dtype))
-        if f(t["x"]).dtype == torch.float64:
-            weight = values.double() * scale.double()[:, None]
-        return reference.linear(f(t["x"]), weight, None if b is None else f(b), f(r), activation)
-
-    return check(product, text, twin)
-
-
-@examples(20)
-@given(
-    m=st.integers(1, 40),
-    n=st.integers(1, 70),
-    k=st.integers(48, 100),
-    dtype=st.sampled_from(HALVES),
-    stored=st.sampled_from([torch.int8, torch.float8_e4m3fn]),
-    bias=st.booleans(),
-    transposed=st.booleans(),
-    text=st.sampled_from([TILE, SPLIT]),
-)
-def test_weights_of_eight_bits(
-    m: int, n: int, k: int, dtype: torch.dtype, stored: torch.dtype, bias: bool, transposed: bool, text: str
-) -> None:
-    if ON_GPU and config_problems(
-        GemmConfig.parse(text), scaled_shape(stored), dtype, torch.cuda.get_device_capability()
-    ):
-        pytest.skip("float8 is not converted here")
-    check_scaled(text, tensors(m, n, k, dtype, transposed=transposed), stored, "gelu", bias)
-
-
-def scaled_shape(stored: torch.dtype) -> GemmShape:
-    return GemmShape("scaled_linear", 16, 64, 64, stored=str(stored).removeprefix("torch."))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_value_of_eight_bits(dtype: torch.dtype) -> None:
-    """Times the unit matrix: each value comes out as it went in."""
-    for stored in (torch.int8, torch.float8_e4m3fn):
-        bits = torch.arange(256, device=DEVICE).to(torch.uint8).view(16, 16)
-        values = bits.view(stored)
-        values = torch.where(values.float().isnan(), torch.zeros_like(values.float()), values.float()).to(stored)
-        product = launch.gemm_call(
-            "scaled_linear", torch.eye(16, device=DEVICE, dtype=dtype), values, None, None, "none",
-            scale=torch.ones(16, device=DEVICE),
-        )  # fmt: skip
-        if ON_GPU and config_problems(GemmConfig.parse(TILE), product.shape, dtype, torch.cuda.get_device_capability()):
-            continue
-        torch.testing.assert_close(launch.compute(product, GemmConfig.parse(TILE)), values.to(dtype).T, atol=0, rtol=0)
 
 
 def test_norm_of_rows_far_from_zero() -> None:

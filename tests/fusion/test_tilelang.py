@@ -189,7 +189,6 @@ def test_candidates_where_it_is_installed(tilelang: list[Any]) -> None:
         GemmShape("linear", 4096, 3072, 770, aligned=False),
         GemmShape("gated_linear", 4096, 3072, 768),
         GemmShape("rms_linear", 4096, 3072, 768, norm="rms"),
-        GemmShape("scaled_linear", 16, 3072, 768, stored="int8"),
     ):
         assert not any(one.kind == "tilelang" for one in configs(other, torch.float16, (9, 0)))
 

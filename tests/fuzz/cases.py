@@ -322,7 +322,8 @@ class _Drawing:
             "mask = lambda b, h, q: q > 0",
         ]
         if self.draw.random() < 0.05:
-            return [*lines, "q = q.requires_grad_()"], [*call, "out.sum().backward()"]
+            twice = ["(first,) = torch.autograd.grad(out.sum(), q, create_graph=True)", "first.sum().backward()"]
+            return [*lines, "q = q.requires_grad_()"], [*call, *twice]
         return [*lines, self.draw.choice(wrong)], call
 
     def _compiled(self, term: Term, lines: list[str], call: list[str]) -> tuple[list[str], list[str]]:

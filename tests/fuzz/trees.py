@@ -24,7 +24,9 @@ class Masks:
             return self.leaf(sizes)
         if kind < 0.55 and offset:
             return self.moved(sizes, depth)
-        if kind < 0.65:
+        if kind < 0.6:
+            return self.transposed(sizes, depth)
+        if kind < 0.68:
             inner = self.tree(sizes, depth - 1)
             seen = inner.seen
             return replace(_derived(inner), text=f"~({inner.mask()})", seen=lambda *at: ~seen(*at))
@@ -50,20 +52,31 @@ class Masks:
 
     def moved(self, sizes: Sizes, depth: int) -> Term:
         offset = self.draw.choice([0, 1, max(0, sizes.kv_len - sizes.q_len), self.draw.randint(0, 20)])
-        inner = self.tree(replace(sizes, q_len=sizes.q_len + offset), depth - 1, offset=self.draw.random() < 0.3)
+        keys = self.draw.choice([0, 0, self.draw.randint(1, 20)])
+        whole = replace(sizes, q_len=sizes.q_len + offset, kv_len=sizes.kv_len + keys)
+        inner = self.tree(whole, depth - 1, offset=self.draw.random() < 0.3)
         seen = inner.seen
         again = inner.dynamic
         if again is not None:
             lines, other = again
             more = f"again = masks.as_mask(again).with_query_offset({offset})"
             again = ([*lines, more], lambda b, h, q, kv: other(b, h, q + offset, kv))
+        text = f"({inner.mask()}).with_query_offset({offset})"
+        if keys:
+            text = f"masks.placed({inner.mask()}, {offset}, {keys})"
         return replace(
             _derived(inner),
-            text=f"({inner.mask()}).with_query_offset({offset})",
-            seen=lambda b, h, q, kv: seen(b, h, q + offset, kv),
+            text=text,
+            seen=lambda b, h, q, kv: seen(b, h, q + offset, kv + keys),
             # A dense mask moved is not one that dynamic plans take.
-            dynamic=again if "vertical_slash" in inner.text else None,
+            dynamic=again if "vertical_slash" in inner.text and not keys else None,
         )
+
+    def transposed(self, sizes: Sizes, depth: int) -> Term:
+        inner = self.tree(replace(sizes, q_len=sizes.kv_len, kv_len=sizes.q_len), depth - 1)
+        seen = inner.seen
+        text = f"masks.transposed({inner.mask()})"
+        return replace(_derived(inner), text=text, seen=lambda b, h, q, kv: seen(b, h, kv.T, q.T).T)
 
     def pair(self, sizes: Sizes, depth: int) -> Term:
         parts = [self.tree(sizes, depth - 1) for _ in range(self.draw.choice([2, 2, 3]))]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import stof
 from stof import masks
+from stof.dynamic.block_topk.buffers import BlockBuffers
+from stof.dynamic.plan import DynamicPlan
 from stof.errors import KernelError, MaskError
 from stof.masks import Mask
-from stof.plans.block_topk import BlockBuffers
-from stof.plans.dynamic import DynamicPlan
 from stof.selection import CallSpec, KernelChoice
 from stof.selection.select import failures
 from stof.testing import assert_attention

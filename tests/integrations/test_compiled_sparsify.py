@@ -16,9 +16,9 @@ from torch._dynamo.testing import CompileCounter
 import stof
 from stof import masks
 from stof.errors import MaskError
+from stof.handles import FULL, Intersection, _numbered
 from stof.masks import Mask
 from stof.masks.base import numbered_mask
-from stof.operators import FULL, Intersection, _numbered
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from stof import masks
+from stof.handles import FULL
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.layout.build.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.masks import Mask
-from stof.operators import FULL
 
 SPARSE: dict[str, Mask] = {
     "window": masks.sliding_window(6),

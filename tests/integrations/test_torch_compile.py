@@ -396,6 +396,8 @@ def test_dynamic_lengths_compile_once() -> None:
 def test_unknown_options_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"no such option: speed; backend 'stof' takes effort"):
         CompileOptions.parse({"speed": 11})
+    with pytest.raises(ArgumentError, match="option experimental is removed, leave it out"):
+        stof.optimize(torch.nn.Linear(2, 2), experimental=True)
 
 
 def test_modes_are_refused() -> None:
@@ -422,5 +424,5 @@ def test_a_model_whose_whole_calls_are_recorded_is_copied_and_written() -> None:
 def test_options_that_nobody_gave() -> None:
     """By default nothing is measured, told or recorded, and every template is settled."""
     expected = {"effort": "none", "budget_s": None, "cuda_graphs": False, "deterministic": False, "fold": False}
-    expected |= {"experimental": False, "twins": False, "report": False, "progress": False, "store": True, "lock": None}
+    expected |= {"twins": False, "report": False, "progress": False, "store": True, "lock": None}
     assert {name: value for name, value in vars(CompileOptions()).items() if name in expected} == expected

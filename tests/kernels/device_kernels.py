@@ -13,15 +13,15 @@ from tests.kernels.assemble import Compiled, assemble
 
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
+    from stof.dynamic.block_topk import triton_kernels as fill_blocks
+    from stof.dynamic.block_topk.hopper_kernels import fill_tiles
+    from stof.dynamic.dense import triton_kernels as fill_dense
+    from stof.dynamic.vertical_slash import hopper_kernels as hopper_slash
+    from stof.dynamic.vertical_slash import tables as fill_slash_tables
+    from stof.dynamic.vertical_slash import triton_kernels as fill_slash
     from stof.kernels.hopper.fp8 import transpose_v
     from stof.kernels.hopper.gather_columns import gather_columns
     from stof.kernels.hopper.refresh_work import refresh_work
-    from stof.plans.fill import block_topk as fill_blocks
-    from stof.plans.fill import dense as fill_dense
-    from stof.plans.fill import hopper_vertical_slash as hopper_slash
-    from stof.plans.fill import slash_tables as fill_slash_tables
-    from stof.plans.fill import vertical_slash as fill_slash
-    from stof.plans.fill.hopper_block_topk import fill_tiles
 
     ints, i = "*i32", "i32"
     for kind in (ints, "*i64"):
@@ -67,9 +67,9 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, "*fp32", ints, *[i] * 15, *constants], writing
-        rows = min(reader.rows_at_once(64, 256), survey._ROWS)
-        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 64, 256, rows], {}
+            yield kernels.write_layout, [read, *[ints] * 7, *[i] * 14, *constants], writing
+        rows = reader.rows_at_once(survey._ROWS, 256)
+        yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
 
 

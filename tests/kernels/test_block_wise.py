@@ -459,7 +459,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for chosen, config in (({}, KernelConfig()), (given, KernelConfig(split_tiles=3))):
             narrow = check(inputs.qkv, layout, config, **chosen)
             with monkeypatch.context() as patch:
-                patch.setattr(triton_attention, "_needs_int64_offsets", lambda *tensors: True)
+                patch.setattr(triton_attention, "needs_int64_offsets", lambda *tensors: True)
                 assert equal(narrow, run(inputs.qkv, layout, config, **chosen))
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
+from stof.dynamic.block_topk.buffers import BlockBuffers, bitmaps_of, block_buffers, fill_blocks
+from stof.dynamic.buffers import DynamicSizes
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.forward import _refresh_launch
@@ -21,8 +23,6 @@ from stof.kernels.implementation import Options
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.dynamic import NOT_A_NUMBER, BlockTopK
-from stof.plans.block_topk import BlockBuffers, bitmaps_of, block_buffers, fill_blocks
-from stof.plans.buffers import DynamicSizes
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.examples import examples

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
+from stof.dynamic.buffers import DynamicSizes
+from stof.dynamic.mask_buffers import core_of
+from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
@@ -16,10 +19,7 @@ from stof.kernels.hopper.tile_lists import COMPACTED, TileLists
 from stof.kernels.implementation import Options, attend_once
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.compose import QueryOffset
 from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
-from stof.plans.buffers import DynamicSizes
-from stof.plans.vertical_slash import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs
 from tests.examples import examples
@@ -42,7 +42,7 @@ TILE = LayoutConfig(64, 64)
 
 
 def parts_of(mask: Mask) -> tuple[VerticalSlash, int]:
-    core, offset = (mask.mask, mask.offset) if isinstance(mask, QueryOffset) else (mask, 0)
+    core, offset = core_of(mask)
     assert isinstance(core, VerticalSlash)
     return core, offset
 

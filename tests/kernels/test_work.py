@@ -15,12 +15,12 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.common import PARTIAL_TILE_COST
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.triton import block_wise as triton_attention
 from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM, Work, make_work, prepare
 from stof.layout import Layout, build_layout
-from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.masks.tensors import as_mask
 from stof.runtime import counters as scratch
 from stof.runtime.counters import zeroed_counters

@@ -68,7 +68,7 @@ def test_shapes_dtypes_devices(field: str, mutate: Callable[[Tensor], Tensor], r
         changed(GATHERED, **{field: mutate(GATHERED.tensors()[field])}).validate()
 
 
-@pytest.mark.parametrize("field", [f for f in FIELDS if f not in ("bitmaps", "cost")])
+@pytest.mark.parametrize("field", [f for f in FIELDS if f != "bitmaps"])
 @pytest.mark.parametrize("value", [-(2**31), -(2**30), 2**30, 2**31 - 1])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_indices_far_out_of_range(name: str, value: int, field: str) -> None:
@@ -183,12 +183,7 @@ MUTATIONS: dict[str, tuple[Layout, str]] = {
         changed(GATHERED, bitmaps=torch.full_like(GATHERED.bitmaps, -1)),
         "rows or columns that do not exist",
     ),
-    "order repeats": (changed(GATHERED, order=torch.zeros_like(GATHERED.order)), "not a permutation of the row blocks"),
-    "order shortest first": (changed(GATHERED, order=GATHERED.order.flip(0)), "longest first"),
     "row order repeats": (changed(GATHERED, row_order=torch.zeros_like(GATHERED.row_order)), "not a permutation"),
-    "cost NaN": (changed(GATHERED, cost=at(GATHERED.cost, 0, torch.nan)), "not finite"),
-    "cost negative": (changed(GATHERED, cost=-GATHERED.cost), "not finite"),
-    "cost infinite": (changed(GATHERED, cost=at(GATHERED.cost, 0, torch.inf)), "not finite"),
     "no query": (replace(GATHERED, q_len=0), "lengths are between"),
     "negative keys": (replace(GATHERED, kv_len=-1), "lengths are between"),
     "keys beyond int32": (replace(GATHERED, kv_len=2**31), "lengths are between"),
@@ -211,8 +206,8 @@ def test_mutations(name: str) -> None:
 def test_all_problems_are_listed() -> None:
     broken = changed(
         GATHERED,
-        order=torch.zeros_like(GATHERED.order),
-        cost=-GATHERED.cost,
+        row_order=torch.zeros_like(GATHERED.row_order),
+        partial_count=-1 - GATHERED.partial_count,
         pattern_of=GATHERED.pattern_of + 5,
     )
     with pytest.raises(LayoutError) as caught:

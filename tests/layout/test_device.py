@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.layout.build.gpu import build as device_build
 from stof.layout.build.gpu import mask_input as device_source
 from stof.layout.build.gpu.build import device_layout
@@ -35,7 +34,7 @@ def on_device(
     mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, batch: int = 1, heads: int = 1
 ) -> Layout | None:
     dims = mask.dims(batch, heads)
-    return device_layout(mask, q_len, kv_len, config, dims, round(100 * PARTIAL_TILE_COST), device=DEVICE)
+    return device_layout(mask, q_len, kv_len, config, dims, device=DEVICE)
 
 
 def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
@@ -107,6 +106,49 @@ def test_queries_before_the_first_key(name: str) -> None:
         assert_same(mask, 77, 90, LayoutConfig(32, 16))
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_transposed_patterns(name: str) -> None:
+    """Keys of a cache as queries; and a part of that, from some query and key on."""
+    mask = masks.transposed(PATTERNS[name].with_query_offset(13))
+    assert_same(mask, 90, 77, LayoutConfig(32, 16))
+    assert_same(masks.placed(mask, 21, 9), 69, 68, LayoutConfig(16, 32))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_keys_at_an_offset(name: str) -> None:
+    mask = masks.placed(PATTERNS[name], 5, 18)
+    assert_same(mask, 85, 72, LayoutConfig(32, 16))
+    if PATTERNS[name].allows_negative_keys:
+        mask = masks.placed(PATTERNS[name], -3, -35)
+        if "documents" in name:
+            assert programs_of(mask, 80, 125, [(0, 0)]) is None
+        else:
+            assert_same(mask, 80, 125, LayoutConfig(32, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tall_pieces")
+@given(data=st.data(), config=configs)
+@examples(15)
+def test_transposed_expressions(data: st.DataObject, config: LayoutConfig) -> None:
+    length, offset, cached = (
+        data.draw(st.sampled_from([48, 75])),
+        *data.draw(st.sampled_from([(0, 0), (29, 0), (7, 31)])),
+    )
+    mask = masks.placed(data.draw(mask_trees(length, 2, leaves=3)), offset, cached)
+    assert_same(masks.transposed(mask), length - cached, length - offset, config, batch=2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("blocks", [(1, 3), (20, 4), (3, 40)])
+def test_transposed_random_blocks(blocks: tuple[int, int]) -> None:
+    """Blocks smaller and larger than a word of 32 keys, and more than are compared one by one."""
+    mask = masks.placed(masks.random_blocks(blocks[0], block_size=blocks[1]), 13, 5)
+    assert_same(masks.transposed(mask), 60, 90, LayoutConfig(64, 128))
+
+
 MOST = 2**31 - 1
 EXTREME = {
     "window": masks.sliding_window(MOST, MOST),
@@ -131,6 +173,7 @@ def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
     if offset and name in ("dilated", "wide grid"):
         offset = max(-(2**30), min(2**30, offset)) if name == "dilated" else 10
     assert_same(mask.with_query_offset(offset), 40, 75, LayoutConfig(64, 128))
+    assert_same(masks.transposed(mask.with_query_offset(offset)), 75, 40, LayoutConfig(64, 128))
 
 
 @pytest.mark.slow
@@ -268,7 +311,7 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytes
         masks.sliding_window(5).with_query_offset(2**31 - 20),
         masks.sliding_window(5).with_query_offset(20 - 2**31),
         masks.dilated_window(5, dilation=2**31 - 5),
-        masks.dilated_window(5, dilation=2**20).with_query_offset(2**31 - 2**20 - 500),
+        masks.dilated_window(5, dilation=2**20).with_query_offset(-(2**31 - 2**20 + 100)),
     ],
     ids=["function", "composed", "far positions", "far positions before", "far lift", "both together far"],
 )

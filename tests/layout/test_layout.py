@@ -124,7 +124,6 @@ def test_tiles_of_a_row_block_partial_first() -> None:
     assert layout.partial_count.tolist() == [1, 1, 1, 1]
     assert layout.tile_base.tolist() == [0, 64, 0, 128, 0, 64, 192, 0, 64, 128]
     assert layout.tile_bitmap.tolist() == [0, 0, -1, 0, -1, -1, 0, -1, -1, -1]
-    assert layout.order.tolist() == [3, 2, 1, 0]
     assert len(layout.bitmaps) == 1
 
 

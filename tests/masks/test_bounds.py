@@ -28,12 +28,12 @@ def ends(draw: st.DrawFn, length: int, count: int) -> Range:
     return Range(low, high)
 
 
-def asked(mask: Mask, q: Range, kv: Range, q_len: int, b: int = 0) -> TileBounds:
+def asked(mask: Mask, q: Range, kv: Range, q_len: int, b: int = 0, kv_len: int = LENGTH) -> TileBounds:
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     rows, columns = (
         Range(x.low.view(shape), x.high.view(shape)) for x, shape in ((q, (1, 1, -1, 1)), (kv, (1, 1, 1, -1)))
     )
-    return mask.tile_bounds(Index(zero + b, zero, rows, columns, q_len, LENGTH))  # type: ignore[arg-type]
+    return mask.tile_bounds(Index(zero + b, zero, rows, columns, q_len, kv_len))  # type: ignore[arg-type]
 
 
 def assert_true(kept: TileBounds, dense: Tensor, q: Range, kv: Range) -> None:

@@ -409,3 +409,39 @@ def test_threads_for_which_a_function_does_something_else() -> None:
     for thread in threads:
         thread.join()
     assert not failed, failed[0]
+
+
+def test_variables_of_many_types() -> None:
+    """Functions that read numbers alone are compared by these, all others by a trace."""
+    width: Any = 1
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, low: int = 0, high: int = 0) -> Tensor:
+        return (q - kv >= low) & (q - kv < high + width)
+
+    mask = masks.from_function(fn)
+    for low, high, width in [
+        (0, 1, 1), (1, 0, 3), (0, 1, torch.tensor(2)), (0, 1, 2), (0, 1, 2.5), (0, 1, torch.tensor(1)), (0, 1, True),
+    ]:  # fmt: skip
+        values = {"low": low, "high": high}
+        fn.__kwdefaults__ = dict(reversed(values.items())) if low else values
+        distance = AT[:, None] - AT
+        expected = (distance >= low) & (distance < high + width)
+        for one in (fn, mask):
+            assert_attention(stof.attention(*INPUTS, one), None, *INPUTS, expected)
+        assert torch.equal(mask.to_dense(LENGTH)[0, 0], expected)
+
+
+def test_the_default_dtype_is_state() -> None:
+    """It decides in which precision integers are multiplied with a float."""
+    scale = 1.0 + 2.0**-20
+    mask = masks.from_function(lambda b, h, q, kv: (q + 2**22) * scale > kv + 2**22 + 4)
+    kept = []
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            kept.append((AT[:, None] + 2**22) * scale > AT + 2**22 + 4)
+            got = stof.attention(*INPUTS, mask)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_attention(got, None, *INPUTS, kept[-1])
+    assert not torch.equal(kept[0], kept[1])

@@ -45,13 +45,13 @@ PATTERNS: dict[str, tuple[Mask, Formula]] = {
     "strided both ways": (masks.strided(3, 5, causal=False), lambda i, j: abs(i - j) < 3 or j % 5 == 4),
     "strided, no summaries": (masks.strided(3, 5, 0), lambda i, j: 0 <= i - j < 3),
     "strided, summaries only": (masks.strided(0, 4, 4), lambda i, j: j <= i),
-    "global": (masks.global_tokens(3), lambda i, j: 0 <= i < 3 or j < 3),
+    "global": (masks.global_tokens(3), lambda i, j: 0 <= i < 3 or 0 <= j < 3),
     "global, none": (masks.global_tokens(0), lambda i, j: False),
     "global, listed": (masks.global_tokens([9, 2, 9, 500]), lambda i, j: i in (2, 9) or j in (2, 9)),
-    "sinks": (masks.sink_tokens(4), lambda i, j: j < 4 and j <= i),
-    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or 0 <= i < 2 or j < 2),
-    "prefix": (masks.prefix_lm(6), lambda i, j: j < 6 or j <= i),
-    "padding": (masks.padding(7), lambda i, j: j < 7),
+    "sinks": (masks.sink_tokens(4), lambda i, j: 0 <= j < 4 and j <= i),
+    "longformer": (masks.longformer(5, 2), lambda i, j: abs(i - j) <= 5 or 0 <= i < 2 or 0 <= j < 2),
+    "prefix": (masks.prefix_lm(6), lambda i, j: 0 <= j < 6 or j <= i),
+    "padding": (masks.padding(7), lambda i, j: 0 <= j < 7),
     "padding, all": (masks.padding(0), lambda i, j: False),
 }
 
@@ -69,6 +69,16 @@ def test_named_pattern_of_queries_before_the_first_key(name: str, offset: int) -
     mask, formula = PATTERNS[name]
     keep = mask.with_query_offset(offset).to_dense(40, 30)[0, 0]
     assert torch.equal(keep, naive(lambda i, j: formula(i + offset, j), 40, 30))
+
+
+@pytest.mark.parametrize(("q_offset", "kv_offset"), [(0, 11), (6, -9), (-4, 3), (-5, -12)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_named_pattern_at_other_positions(name: str, q_offset: int, kv_offset: int) -> None:
+    mask, formula = PATTERNS[name]
+    placed = masks.placed(mask, q_offset, kv_offset)
+    keep = naive(lambda i, j: formula(i + q_offset, j + kv_offset), 25, 30)
+    assert torch.equal(placed.to_dense(25, 30)[0, 0], keep)
+    assert torch.equal(masks.transposed(placed).to_dense(30, 25)[0, 0], keep.T)
 
 
 @pytest.mark.parametrize("cumulative", [[0, 4, 4, 11, 20], [0, 20]])

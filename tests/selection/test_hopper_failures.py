@@ -47,7 +47,7 @@ class OnCpu:
         self.monkeypatch = monkeypatch
         fake_gpu(monkeypatch)
         monkeypatch.setattr(plans, "build_layout", lambda *a, **kw: build_layout(*a, **{**kw, "device": "cpu"}))
-        for module in (plans, importlib.import_module("stof.operators")):
+        for module in (plans, importlib.import_module("stof.dispatch")):
             monkeypatch.setattr(module, "outside_graph_pool", lambda device, make: make())
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
@@ -80,7 +80,7 @@ class OnCpu:
 
     def run(self, plan: Plan, implementation: str | None, head_dim: int = 64) -> None:
         """`stof.attention` past the checks that tensors and plan are on one device."""
-        call, module = spec(plan, head_dim), importlib.import_module("stof.operators")
+        call, module = spec(plan, head_dim), importlib.import_module("stof.dispatch")
         self.monkeypatch.setattr(module, "call_spec", lambda *args: call)
         q, k, v = make_inputs(q_len=plan.q_len, head_dim=head_dim, heads=1, dtype=torch.float16).qkv
         given = (q, k, v, None, None, 0.125, None, implementation)

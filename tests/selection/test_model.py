@@ -17,7 +17,6 @@ from stof import LayoutConfig, masks
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import KernelChoice, candidates
-from stof.selection import cost_model as model_module
 from stof.selection.cost_model import (
     DeviceModel,
     KernelTimes,
@@ -396,7 +395,7 @@ def test_models_by_device_name() -> None:
 
 def test_a_device_is_tuned_by_the_command_that_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = load_model("NVIDIA H200")
-    monkeypatch.setattr(model_module, "_DATA", tmp_path)
+    monkeypatch.setattr("stof.runtime.files.DEVICE_DATA", tmp_path)
     _, _, path = replace(h200, stands_in_for="NVIDIA Imaginary 9001").notice().partition("--output ")
     Path(path.split("`")[0]).write_text(json.dumps(model_to_dict(replace(h200, device="NVIDIA Imaginary 9001"))))
     assert load_model("NVIDIA Imaginary 9001").device == "NVIDIA Imaginary 9001"

@@ -41,8 +41,8 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
     for i, key in enumerate(keys):
         if key is not None:
             rows_of.setdefault(key, []).append(i)
-    rows_of = {key: own for key, own in rows_of.items() if key in models[0].kernels}
-    variants = {key: _variants(key, rows, own, models) for key, own in rows_of.items()}
+    rows_of = {key: indices for key, indices in rows_of.items() if key in models[0].kernels}
+    variants = {key: _variants(key, rows, indices, models) for key, indices in rows_of.items()}
     estimates = {i: known for options in variants.values() for i, known in options[0].estimates.items()}
     for i, row in enumerate(rows):
         if i not in estimates:
@@ -50,12 +50,12 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
     cells: dict[tuple[str, str, str], list[int]] = {}
     for i, row in enumerate(rows):
         cells.setdefault(row.cell, []).append(i)
-    touched = {key: {rows[i].cell for i in own} for key, own in rows_of.items()}
+    touched = {key: {rows[i].cell for i in indices} for key, indices in rows_of.items()}
 
     def loss(cell: tuple[str, str, str], changed: dict[int, float]) -> float:
-        own = cells[cell]
-        picked = min(own, key=lambda i: changed.get(i, estimates[i]))
-        regret = rows[picked].us / min(rows[i].us for i in own) - 1
+        indices = cells[cell]
+        picked = min(indices, key=lambda i: changed.get(i, estimates[i]))
+        regret = rows[picked].us / min(rows[i].us for i in indices) - 1
         return regret * (1 + _LARGE * regret)
 
     chosen = {key: options[0] for key, options in variants.items()}
@@ -76,15 +76,17 @@ def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceMod
             losses[cell] = loss(cell, {})
 
 
-def _variants(key: str, rows: Sequence[Measured], own: Sequence[int], models: Sequence[DeviceModel]) -> list[_Variant]:
+def _variants(
+    key: str, rows: Sequence[Measured], indices: Sequence[int], models: Sequence[DeviceModel]
+) -> list[_Variant]:
     """Constants of each model, as they are and multiplied; the first model's own come first."""
-    found = []
+    variants = []
     for times in dict.fromkeys(model.kernels[key] for model in models if key in model.kernels):
         for factor in FACTORS:
             scaled = replace(times, item=times.item * factor, partial=times.partial * factor, full=times.full * factor)
             model = replace(models[0], kernels={**models[0].kernels, key: scaled})
-            found.append(_Variant(scaled, {i: estimated(rows[i], model) for i in own}))
-    return found
+            variants.append(_Variant(scaled, {i: estimated(rows[i], model) for i in indices}))
+    return variants
 
 
 def estimated(row: Measured, model: DeviceModel) -> float:

@@ -81,13 +81,15 @@ def estimated(
         choice = candidate.choice
         if choice is not None and choice.layout is not None and not candidate.refusals:
             best.setdefault((choice.implementation, choice.layout, choice.row_order), (choice, candidate.estimate_us))
-    found = []
+    alternatives = []
     for order in dict.fromkeys(choice.row_order for choice, _ in best.values()):
         alike = [(choice, us) for choice, us in best.values() if choice.row_order == order]
         layouts = tuple(dict.fromkeys(choice.layout for choice, _ in alike if choice.layout is not None))
         counted = geometry.survey(layouts, order)
-        found += [Alternative(choice, counted.waste_of(choice.layout), us) for choice, us in alike if choice.layout]
-    return sorted(found, key=lambda a: (a.estimate_us is None, a.estimate_us or 0.0))
+        alternatives += [
+            Alternative(choice, counted.waste_of(choice.layout), us) for choice, us in alike if choice.layout
+        ]
+    return sorted(alternatives, key=lambda a: (a.estimate_us is None, a.estimate_us or 0.0))
 
 
 def _asked(mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> tuple[CallSpec, MaskGeometry]:
@@ -100,10 +102,10 @@ def estimated_reordered(mask: Mask, shape: Shape, dtype: torch.dtype, gpu: str =
     """`estimated` for queries and keys in the orders that make contiguous tiles dense, the passes over q, k, v and the
     output counted. Empty where the rows' own order is good enough."""
     sizes: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads}
-    found = find_order(mask, shape.q_len, shape.kv_len, **sizes)
-    if found is None:
+    row_order = find_order(mask, shape.q_len, shape.kv_len, **sizes)
+    if row_order is None:
         return []
-    moved = reordered(mask, found[1], column_order(mask, shape.q_len, shape.kv_len, **sizes))
+    moved = reordered(mask, row_order[1], column_order(mask, shape.q_len, shape.kv_len, **sizes))
     model = load_model(gpu)
     # Each is read and written once.
     width = shape.batch * shape.head_dim * dtype.itemsize
@@ -177,7 +179,7 @@ def _on_gpu(
 ) -> list[tuple[Alternative, Plan, KernelChoice]]:
     plan = make_plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
     if plan.geometry is not None:
-        plan.geometry.found_order()  # an order that the estimates found on the CPU is found again on the device
+        plan.geometry.found_order()  # the estimates searched for it on the CPU
     return [(alternative, plan, alternative.choice) for alternative in chosen]
 
 
@@ -185,9 +187,9 @@ def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, Plan, KernelCho
     """The row orders there are under the default block sizes."""
     config = default_config(torch.device("cpu"))
     orders = RowOrders(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device="cpu")
-    found = orders.found()
+    clustered = orders.found()
     listed = []
-    for name in (None, *orders.names, *(() if found is None else (found,))):
+    for name in (None, *orders.names, *(() if clustered is None else (clustered,))):
         plan = make_plan(
             mask,
             shape.q_len,

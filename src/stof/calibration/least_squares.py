@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-# A start looks much like a longer first item: one is taken only where the error is smaller by this factor.
+# The time before a thread block's first item (`start`) is hard to tell from a longer item: it is fitted only where it
+# reduces the error by this factor.
 _CLEARLY = 0.85
 _FOLDS = 5
 
@@ -50,8 +51,8 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
         if row.choice.kernel is not None:
             by_key.setdefault(kernel_key(row.choice, call_of_row(row)), []).append(row)
     kernels = dict(base.kernels)
-    for key, own in by_key.items():
-        kernels[key] = _fit_kernel(own, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6)))
+    for key, group in by_key.items():
+        kernels[key] = _fit_kernel(group, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6)))
     row_wise = _fit_row_wise([row for row in rows if row.choice.implementation == "row_wise"], base)
     return replace(base, kernels=kernels, row_wise=row_wise)
 
@@ -74,13 +75,13 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
                 load, filled, bytes_us = critical_load(choice, call, counts, model, times)
                 busy = solo + (1 - solo) * filled
                 own_us = us - before_us - start_us
-                if bytes_us < 0.9 * own_us:  # what memory bounds says nothing about the kernel
+                if bytes_us < 0.9 * own_us:  # memory-bound calls say nothing about the kernel's constants
                     compute_us = (own_us**8 - bytes_us**8) ** 0.125
                     features.append(load * busy / compute_us)
                     measured.append(1.0)
             if not features:
                 return start
-            # A weak pull to where it started decides what the measurements leave open.
+            # A weak pull to the initial constants decides what the measurements leave open.
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
@@ -104,13 +105,13 @@ def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
     for count in range(matrix.shape[1], 0, -1):
         for some in combinations(range(matrix.shape[1]), count):
             columns = list(some)
-            found = torch.linalg.lstsq(matrix[:, columns], target[:, None]).solution[:, 0]
-            if bool((found >= 0).all()):
-                error = float((matrix[:, columns] @ found - target).square().sum())
+            solution = torch.linalg.lstsq(matrix[:, columns], target[:, None]).solution[:, 0]
+            if bool((solution >= 0).all()):
+                error = float((matrix[:, columns] @ solution - target).square().sum())
                 if error < least:
                     least = error
                     best = torch.zeros_like(best)
-                    best[columns] = found
+                    best[columns] = solution
         if math.isfinite(least):
             break
     return best
@@ -124,8 +125,8 @@ def _fit_row_wise(rows: Sequence[Measured], model: DeviceModel) -> tuple[float, 
         heads = shape.batch * shape.heads
         # Where the longest row takes most of the time, the call says nothing about the cost of rows and keys.
         if us > 2 * longest_row_us(call, math.ceil(row.longest_row or row.kept / shape.q_len)):
-            found = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
-            features.append([one / us for one in found])
+            counts = row_wise_features(heads * shape.q_len, row.kept * heads, shape.head_dim)
+            features.append([one / us for one in counts])
     if not features:
         return model.row_wise
     matrix = torch.tensor(features, dtype=torch.float64)
@@ -154,12 +155,12 @@ def regrets(rows: Sequence[Measured], model: DeviceModel) -> list[Regret]:
     cells: dict[tuple[str, str, str], list[Measured]] = {}
     for row in rows:
         cells.setdefault(row.cell, []).append(row)
-    found = []
-    for (mask, shape, _), own in cells.items():
-        picked = min(own, key=lambda r: estimated(r, model))
-        best = min(own, key=lambda r: r.us)
-        found.append(Regret(mask, shape, picked.choice, best.choice, picked.us, best.us))
-    return found
+    regrets = []
+    for (mask, shape, _), group in cells.items():
+        picked = min(group, key=lambda r: estimated(r, model))
+        best = min(group, key=lambda r: r.us)
+        regrets.append(Regret(mask, shape, picked.choice, best.choice, picked.us, best.us))
+    return regrets
 
 
 def cross_validate(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[float], list[Regret]]:
@@ -168,17 +169,17 @@ def cross_validate(rows: Sequence[Measured], base: DeviceModel) -> tuple[list[fl
     Shapes are left out a fifth at a time.
     """
     errors: list[float] = []
-    found: list[Regret] = []
+    regrets: list[Regret] = []
     names = list(dict.fromkeys(row.shape for row in rows))
     for first in range(min(_FOLDS, len(names))):
         asked = set(names[first::_FOLDS])
         others = [row for row in rows if row.shape not in asked]
-        # Without the base's own constants to choose from, which may know the shapes.
+        # Not from the base's constants: they may have been fitted to these shapes.
         model = polish(others, [fit(others, base)])
         off, picked = self_check([row for row in rows if row.shape in asked], model)
         errors += off
-        found += picked
-    return errors, found
+        regrets += picked
+    return errors, regrets
 
 
 def self_check(rows: Sequence[Measured], model: DeviceModel) -> tuple[list[float], list[Regret]]:
@@ -195,11 +196,11 @@ def regret_table(rows: Sequence[Measured], model: DeviceModel) -> Table:
     """One line per cell: the model's pick, the best measured, and what the pick costs more."""
     from rich.table import Table
 
-    errors, found = self_check(rows, model)
-    table = Table(title=f"Selector on {model.device}", caption=summary(errors, found))
+    errors, regrets = self_check(rows, model)
+    table = Table(title=f"Selector on {model.device}", caption=summary(errors, regrets))
     for heading in ("mask", "shape", "picked", "us", "best", "us", "regret"):
         table.add_column(heading)
-    for regret in found:
+    for regret in regrets:
         cells = (
             short_name(regret.picked),
             f"{regret.picked_us:.1f}",
@@ -223,9 +224,9 @@ def short_name(choice: KernelChoice) -> str:
     return f"{layout.block_m}x{layout.block_n} {columns}{order} {compiled}{split}"
 
 
-def summary(errors: Sequence[float], found: Sequence[Regret]) -> str:
+def summary(errors: Sequence[float], regrets: Sequence[Regret]) -> str:
     """One line: errors by median and worst, regrets by mean (most are 0) and worst."""
-    shares = [regret.share for regret in found]
+    shares = [regret.share for regret in regrets]
     return (
         f"estimates off by {statistics.median(errors):.1%} (median), {max(errors, default=0):.0%} (worst); "
         f"regret {statistics.mean(shares):.2%} (mean), {max(shares):.1%} (worst)"

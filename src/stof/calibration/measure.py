@@ -1,4 +1,4 @@
-"""Measuring every candidate of the selector on cells of masks and shapes; `fit.py` makes a cost model of the times."""
+"""Measure every candidate of the selector on cells of masks and shapes; `least_squares.py` fits the cost model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Measured:
         return self.mask, self.shape, self.dtype
 
 
-# Ends the name of cells whose scores get a bias `[1, H, Sq, Skv]`.
+# Suffix of cells whose scores get a bias `[1, H, Sq, Skv]`.
 BIAS = "+bias"
 # Cells the model is fitted on: the benchmark's grid, other shapes, a wide head, biases, and decoding.
 GRID_MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated")
@@ -268,14 +268,14 @@ def measure(
             report(f"{mask} {sizes}: left out, the budget is spent")
             continue
         shape = Shape.parse(sizes)
-        found = measure_cell(mask, shape, torch.device("cuda"), torch.float16, report, only)
-        rows += found
+        measured = measure_cell(mask, shape, torch.device("cuda"), torch.float16, report, only)
+        rows += measured
         keep(rows)
-        if not found:
+        if not measured:
             report(f"{mask} {sizes}: no candidate")
             continue
-        best = min(found, key=lambda row: row.us)
-        report(f"{mask} {sizes}: {len(found)} candidates, best {best.us:.1f} us by {best.choice}")
+        best = min(measured, key=lambda row: row.us)
+        report(f"{mask} {sizes}: {len(measured)} candidates, best {best.us:.1f} us by {best.choice}")
     return rows
 
 

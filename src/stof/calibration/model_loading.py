@@ -48,7 +48,7 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
     if text in MODELS:
         _need_transformers()
         case = Case(text, batch, length, mask if mask in MASKS else "full")
-        with device:  # where random numbers are drawn fastest
+        with device:  # drawing random weights is fastest there
             model = build(text, length)
         inputs = inputs_of(case, device)
         value = mask_of(case) if mask in MASKS else parse(mask)
@@ -94,18 +94,18 @@ def _function(module: str, name: str) -> Callable[[], Any]:
     if folder not in sys.path:  # as `python -m` does: a file of the current folder is a module
         sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"cannot load {module}:{name}: {error}") from error
-    if not callable(found):
-        raise ArgumentError(f"{module}:{name} is no function, it is a {type(found).__name__}")
-    function: Callable[[], Any] = found
+    if not callable(value):
+        raise ArgumentError(f"{module}:{name} is no function, it is a {type(value).__name__}")
+    function: Callable[[], Any] = value
     return function
 
 
 def _called(function: Callable[[], Any], text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     try:
-        with contextlib.suppress(ValueError):  # no signature is known: calling it will tell
+        with contextlib.suppress(ValueError):  # without a signature, the call itself reports wrong arguments
             inspect.signature(function).bind()
     except TypeError as error:
         raise ArgumentError(
@@ -137,7 +137,7 @@ def _pretrained(folder: Path, batch: int, length: int) -> tuple[nn.Module, dict[
         raise ArgumentError(f"{folder} does not hold a model that transformers can load: {error}") from error
     config = model.config
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache for generation is not what is tuned
+        config.use_cache = False  # tuning is for one forward pass, without a key-value cache
     if hasattr(model, "get_encoder") and getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
     generator = torch.Generator().manual_seed(1)

@@ -26,7 +26,6 @@ _BEGINNINGS = {
     "png": rb"\x89PNG\r\n\x1a\n",
     "svg": rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*(<!DOCTYPE svg|<svg)\b",
     "pdf": rb"%PDF-",
-    "html": rb"\s*<!doctype html\b",
 }
 
 
@@ -136,7 +135,7 @@ def must_be_replaceable(path: Path | None, kind: str) -> None:
 
     Args:
         path: what is to be written.
-        kind: png, svg, pdf or html.
+        kind: png, svg or pdf.
 
     Raises:
         ArgumentError: the file exists, and does not begin like one of that kind.

@@ -103,14 +103,14 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     out = []
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         out.append(
             {
-                "name": found.name,
-                "compute_capability": f"{found.major}.{found.minor}",
-                "memory_bytes": found.total_memory,
-                "multiprocessors": found.multi_processor_count,
-                "cost_model": load_model(found.name).notice() or "tuned",
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+                "cost_model": load_model(properties.name).notice() or "tuned",
             }
         )
     return out

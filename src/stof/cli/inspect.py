@@ -103,8 +103,8 @@ def inspect(
     console.print(_table(plan.layout, before))
     if token_order is not None:
         console.print(": ".join(map(str, token_order)), highlight=False, markup=False)
-    for found in listed:
-        console.print(_times(found))
+    for listing in listed:
+        console.print(_times(listing))
     if draw:
         for layout in (plan.layout,) if before is None else (before, plan.layout):
             if before is not None:
@@ -137,8 +137,8 @@ def _compile(text: str, given: dict[str, Any]) -> Plan:
     mask = stof.masks.parse(text)
     q_len = given.get("q_len", Q_LEN)
     named, config = given.get("row_order"), _config(given)
-    own = named == "own"
-    if own and config is None:
+    unordered = named == "own"
+    if unordered and config is None:
         config = default_config(torch.device("cpu"))  # without one the planner chooses the order
     return stof.plan(
         mask,
@@ -148,7 +148,7 @@ def _compile(text: str, given: dict[str, Any]) -> Plan:
         heads=given.get("heads", mask.heads),
         device="cpu",
         config=config,
-        row_order=None if named is None or own else _row_order(named, q_len),
+        row_order=None if named is None or unordered else _row_order(named, q_len),
     )
 
 
@@ -175,10 +175,10 @@ def _row_order(text: str, q_len: int) -> Tensor:
     from stof.errors import ArgumentError
     from stof.layout import orders
 
-    if found := re.fullmatch(r"remainder:(\d+)", text):
-        return orders.by_remainder(q_len, int(found[1]))
-    if found := re.fullmatch(r"patch:(\d+)x(\d+):(\d+)x(\d+)", text):
-        height, width, rows, columns = (int(number) for number in found.groups())
+    if match := re.fullmatch(r"remainder:(\d+)", text):
+        return orders.by_remainder(q_len, int(match[1]))
+    if match := re.fullmatch(r"patch:(\d+)x(\d+):(\d+)x(\d+)", text):
+        height, width, rows, columns = (int(number) for number in match.groups())
         if height * width != q_len:
             raise ArgumentError(f"a grid of {height}x{width} has {height * width} rows, --q-len is {q_len}")
         return orders.by_patch(height, width, rows, columns)
@@ -210,8 +210,8 @@ def _token_order(text: str, plan: Plan, given: dict[str, Any], head_dim: int) ->
     from stof.calibration.layout_alternatives import better_order
 
     shape, device, name = _call(plan, given, head_dim)
-    found = better_order(stof.masks.parse(text), shape, torch.float16, name, device)
-    return None if found is None else (f"{shape}, float16, {name}", found)
+    order = better_order(stof.masks.parse(text), shape, torch.float16, name, device)
+    return None if order is None else (f"{shape}, float16, {name}", order)
 
 
 def _alternatives(
@@ -230,12 +230,12 @@ def _alternatives(
     gpu = device.type == "cuda"
     listed = []
     if not (measure and gpu) or reorder:
-        found = estimated(mask, shape, torch.float16, name)
-        found += estimated_reordered(mask, shape, torch.float16, name) if reorder else []
-        found.sort(key=lambda one: (one.estimate_us is None, one.estimate_us or 0.0))
+        alternatives = estimated(mask, shape, torch.float16, name)
+        alternatives += estimated_reordered(mask, shape, torch.float16, name) if reorder else []
+        alternatives.sort(key=lambda one: (one.estimate_us is None, one.estimate_us or 0.0))
         model = load_model(name)
         constants = f", estimated with the constants of {model.device}" if model.stands_in_for else ""
-        listed.append(Times(f"{shape}, float16, {name}{constants}", found))
+        listed.append(Times(f"{shape}, float16, {name}{constants}", alternatives))
     if measure:
         dtype = torch.float16 if gpu else torch.float32
         called = f"{shape}, {str(dtype).removeprefix('torch.')}, {device_name(device)}"
@@ -254,17 +254,17 @@ class Times:
         return [{"call": self.call, **dataclasses.asdict(a), "choice": str(a.choice)} for a in self.alternatives]
 
 
-def _times(found: Times) -> Table:
+def _times(times: Times) -> Table:
     from rich.table import Table
 
-    table = Table(title=found.call, title_justify="left")
+    table = Table(title=times.call, title_justify="left")
     table.add_column("implementation and tiles")
     table.add_column("rows")
     for name in ("computed / needed", "estimated", "measured"):
         table.add_column(name, justify="right")
-    listed = found.alternatives[:MOST_LISTED]
+    listed = times.alternatives[:MOST_LISTED]
     if not any(one.reordered for one in listed):  # asked for, so the best of them is shown wherever it stands
-        listed += [one for one in found.alternatives[MOST_LISTED:] if one.reordered][:1]
+        listed += [one for one in times.alternatives[MOST_LISTED:] if one.reordered][:1]
     for one in listed:
         layout = one.choice.layout
         assert layout is not None
@@ -296,7 +296,7 @@ def _print_json(
         "permuted_rows": plan.permuted_rows,
         "statistics": plan.statistics().as_dict(),
         "statistics_before": None if before is None else statistics(before).as_dict(),
-        "alternatives": [line for found in listed for line in found.as_dicts()],
+        "alternatives": [line for times in listed for line in times.as_dicts()],
         "token_order": None if order is None else {"call": order[0], **dataclasses.asdict(order[1])},
         "png": None if png is None else str(png),
     }
@@ -320,21 +320,21 @@ def _table(layout: Layout, before: Layout | None) -> Table:
     return table
 
 
-def _lines(layout: Layout, found: LayoutStatistics) -> list[tuple[str, str]]:
+def _lines(layout: Layout, statistics: LayoutStatistics) -> list[tuple[str, str]]:
     config = layout.config
     order = "permuted" if layout.row_order is not None else "in the queries' order"
     return [
         ("queries x keys", f"{layout.q_len} x {layout.kv_len}"),
-        ("batch x heads of the mask", f"{layout.mask_batch} x {layout.mask_heads}, {found.patterns} distinct"),
-        ("density", f"{100 * found.density:.3g} % ({found.needed:,} scores kept)"),
-        ("computed / needed", f"{found.computed_over_needed:.3f} ({found.computed:,} scores computed)"),
+        ("batch x heads of the mask", f"{layout.mask_batch} x {layout.mask_heads}, {statistics.patterns} distinct"),
+        ("density", f"{100 * statistics.density:.3g} % ({statistics.needed:,} scores kept)"),
+        ("computed / needed", f"{statistics.computed_over_needed:.3f} ({statistics.computed:,} scores computed)"),
         ("tiles", f"{config.block_m} x {config.block_n}, {config.columns}"),
-        ("  full, partial", f"{found.full_tiles:,}, {found.partial_tiles:,}"),
-        ("  contiguous, gathered", f"{found.contiguous_tiles:,}, {found.gathered_tiles:,}"),
-        ("row blocks", f"{found.row_blocks:,}, {found.empty_row_blocks:,} empty, rows {order}"),
-        ("  heaviest, mean", f"{found.heaviest_row_block:,} tiles, {found.mean_row_block:.1f} tiles"),
-        ("distinct bitmaps", f"{found.distinct_bitmaps:,}"),
-        ("memory", _memory(found.bytes)),
+        ("  full, partial", f"{statistics.full_tiles:,}, {statistics.partial_tiles:,}"),
+        ("  contiguous, gathered", f"{statistics.contiguous_tiles:,}, {statistics.gathered_tiles:,}"),
+        ("row blocks", f"{statistics.row_blocks:,}, {statistics.empty_row_blocks:,} empty, rows {order}"),
+        ("  heaviest, mean", f"{statistics.heaviest_row_block:,} tiles, {statistics.mean_row_block:.1f} tiles"),
+        ("distinct bitmaps", f"{statistics.distinct_bitmaps:,}"),
+        ("memory", _memory(statistics.bytes)),
     ]
 
 

@@ -32,7 +32,7 @@ def tune(
     lock: Annotated[
         Path | None, typer.Option(help="Write the choices here, to commit and reuse.", rich_help_panel=_MODEL)
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report as a page.", rich_help_panel=_MODEL)] = None,
+    html: Annotated[str | None, typer.Option(hidden=True)] = None,
     png: Annotated[
         Path | None, typer.Option(help="Write a chart (.png, .svg or .pdf).", rich_help_panel=_MODEL)
     ] = None,
@@ -78,8 +78,10 @@ def tune(
     """
     from stof.errors import ArgumentError
 
+    if html is not None:
+        raise ArgumentError("--html is removed: `stof tune MODEL > FILE` writes the same tables, --png FILE a chart")
     if model is None:
-        for name, value in (("lock", lock), ("html", html), ("png", png)):
+        for name, value in (("lock", lock), ("png", png)):
             if value is not None:
                 raise ArgumentError(f"--{name} is for a model: stof tune MODEL --{name} {value}")
         if fold:
@@ -88,4 +90,4 @@ def tune(
         return
     if device or measurements or check:
         raise ArgumentError(f"--device, --measurements and --check tune for a GPU, not for the model {model!r}")
-    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, twins, lock, html, png, store))
+    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, twins, lock, png, store))

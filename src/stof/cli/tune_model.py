@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stof.cli.common import must_be_replaceable, must_be_writable
+from stof.cli.common import must_be_replaceable, must_be_writable, table_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,6 @@ class Wanted:
     fold: bool
     twins: bool
     lock: Path | None
-    html: Path | None
     png: Path | None
     store: Path | None
 
@@ -97,10 +96,12 @@ def tune_model(wanted: Wanted) -> None:
     """Search, show, write."""
     import torch
     from rich.console import Console
+    from rich.text import Text
 
     from stof.calibration.model_loading import load
     from stof.errors import ArgumentError
-    from stof.fusion.records.lock_file import read_lock
+    from stof.fusion.records.lock_file import current_versions, read_lock
+    from stof.tuning.machine import device_name
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if wanted.dtype not in ("float16", "bfloat16", "float32"):
@@ -109,21 +110,24 @@ def tune_model(wanted: Wanted) -> None:
         raise ArgumentError(f"effort is quick or full, got {wanted.effort!r}")
     if wanted.png is not None and wanted.png.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentError(f"a chart is a .png, .svg or .pdf file, got {wanted.png.name}")
-    must_be_writable(wanted.lock, wanted.html, wanted.png)
-    must_be_replaceable(wanted.html, "html")
+    must_be_writable(wanted.lock, wanted.png)
     if wanted.png is not None:
         must_be_replaceable(wanted.png, wanted.png.suffix.removeprefix("."))
     if wanted.lock is not None and wanted.lock.exists():
-        read_lock(wanted.lock)  # what cannot be read is not written over, after minutes of searching least of all
+        read_lock(wanted.lock)  # raises before the search if the file cannot be read and extended
     console = Console(stderr=True)
     with console.status(f"loading {wanted.model}"):
         precision = getattr(torch, wanted.dtype)
         loaded = load(wanted.model, wanted.batch, wanted.length, wanted.mask, device, precision)
     reports = _search(wanted, loaded, device)
-    for report in reports:
-        Console().print(report)
     if not reports:
         raise ArgumentError(f"{wanted.model} has no graph that could be tuned: torch.compile captured none")
+    facts = {"model": loaded.name, "device": device_name(device), **current_versions(), "dtype": wanted.dtype}
+    facts |= {"mask": wanted.mask}
+    tables = table_console()
+    tables.print(Text(", ".join(f"{name} {value}" for name, value in facts.items())), soft_wrap=True)
+    for report in reports:
+        tables.print(report)
     _write(wanted, loaded.name, device, reports, console)
 
 
@@ -149,9 +153,8 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 
 
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
-    from stof.drawing.tuning import draw_tuning, is_drawable, tuning_html
-    from stof.fusion.records.lock_file import Lock, current_versions, read_lock
-    from stof.runtime.files import write_atomically
+    from stof.drawing.tuning import draw_tuning, is_drawable
+    from stof.fusion.records.lock_file import Lock, read_lock
     from stof.tuning.machine import device_name
 
     device_text = device_name(device)
@@ -159,20 +162,15 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
         lock = Lock(device_text)
         if wanted.lock.exists():
             old = read_lock(wanted.lock)
-            # Other shapes of the model stay in the lock, as far as they were tuned like this one.
+            # Other shapes stay in the lock if they were tuned on this device with these versions.
             if (old.device, old.versions) == (lock.device, lock.versions):
                 lock = old
         lock.add(reports)
         lock.write(wanted.lock)
         console.print(f"wrote {wanted.lock}: {len(lock.graphs)} graphs", markup=False)
-    facts = {"on": device_text, **current_versions(), "dtype": wanted.dtype, "mask": wanted.mask}
-    if wanted.html is not None:
-        write_atomically(wanted.html, tuning_html(f"stof tune {name}", facts, reports))
-        console.print(f"wrote {wanted.html}", markup=False)
     if wanted.png is not None:
         if is_drawable(reports):
             draw_tuning(wanted.png, f"{name} on {device_text}, {wanted.dtype}", reports)
             console.print(f"wrote {wanted.png}", markup=False)
         else:
-            # What was tuned is kept all the same.
             console.print(f"no {wanted.png}: no segment has a time with a template and one without", markup=False)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stof.selection import Implementation
     from stof.testing import RandomCall
 
-# So many wrong calls say enough of an implementation.
+# Stop after so many wrong calls of an implementation.
 _ENOUGH = 3
 # Calls drawn when the time is up and all were refused.
 _MOST_REFUSED = 20
@@ -69,28 +69,28 @@ def verify(
     console.print(
         f"seed {seed} on {device_name(where)}: {', '.join(one.name for one in implementations)}", markup=False
     )
-    start, found = time.monotonic(), []
+    start, verified = time.monotonic(), []
     for place, implementation in enumerate(implementations):
         now = time.monotonic()
         end = now + (start + seconds - now) / (len(implementations) - place)
-        found.append(verify_one(implementation, where, seed, end, case))
-        if found[-1].lost:
+        verified.append(verify_one(implementation, where, seed, end, case))
+        if verified[-1].lost:
             break
-    table_console().print(_table(found))
-    for one in found:
+    table_console().print(_table(verified))
+    for one in verified:
         for number, why in one.wrong.items():
             again = f"stof verify --device {where} --seed {seed} --only {one.name} --case {number}"
             console.print(f"{one.name}, case {number} of seed {seed}: {why}\nagain: {again}", markup=False, style="red")
     spent = time.monotonic() - start
-    checked = sum(one.checked for one in found)
+    checked = sum(one.checked for one in verified)
     if case is None:
         console.print(f"{checked} calls checked; stopped drawing after {spent:.0f} s (--seconds {seconds:g})")
-    for one in found:
+    for one in verified:
         if not one.checked and not one.wrong:
             console.print(f"{one.name}: nothing was checked, every call was refused", style="yellow")
-    if found[-1].lost:
+    if verified[-1].lost:
         console.print("the device failed; what came after was left out", style="red")
-    if any(one.wrong for one in found) or not checked:
+    if any(one.wrong for one in verified) or not checked:
         raise typer.Exit(1)
 
 
@@ -107,7 +107,7 @@ def available(device: torch.device, only: str | None = None) -> list[Implementat
 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     sizes: dict[str, Any] = {"head_dim": 128, "value_dim": 128, "heads": 8, "kv_heads": 8}
-    found = [
+    runnable = [
         one
         for one in IMPLEMENTATIONS.values()
         if any(
@@ -116,10 +116,10 @@ def available(device: torch.device, only: str | None = None) -> list[Implementat
         )
     ]
     if only is None:
-        return found
-    if only not in [one.name for one in found]:
+        return runnable
+    if only not in [one.name for one in runnable]:
         raise ArgumentError(
-            f"no implementation {only!r} runs on {device}; --only is one of {', '.join(one.name for one in found)}"
+            f"no implementation {only!r} runs on {device}; --only is one of {', '.join(one.name for one in runnable)}"
         )
     return [IMPLEMENTATIONS[only]]
 
@@ -132,28 +132,28 @@ def verify_one(
     from stof.kernels.quantization import FP8
     from stof.testing import random_call
 
-    found = Verified(implementation.name)
+    verified = Verified(implementation.name)
     number = 0 if case is None else case
     # The reference multiplies what is not seen by 0, and 0 times NaN is NaN; scales of 8 bits come from all values.
     poison = implementation.name != "reference" and FP8 not in implementation.capabilities.dtypes
     while True:
         call = random_call(implementation, device, seed, number, poison=poison)
         try:
-            found.largest = max(found.largest, _check(implementation, call, device))
-            found.checked += 1
+            verified.largest = max(verified.largest, _check(implementation, call, device))
+            verified.checked += 1
         except StofError as error:
-            found.refused[type(error).__name__] += 1
+            verified.refused[type(error).__name__] += 1
         except AssertionError as error:
-            found.checked += 1
-            found.wrong[number] = f"{error}\n{call.text}"
+            verified.checked += 1
+            verified.wrong[number] = f"{error}\n{call.text}"
         except Exception as error:  # whatever it is, it is none of the errors that STOF raises on purpose
             at = traceback.extract_tb(error.__traceback__)[-1]
-            found.wrong[number] = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})\n{call.text}"
-            found.lost = any(text in str(error) for text in ("CUDA error", "cudaError", "device-side assert"))
+            verified.wrong[number] = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})\n{call.text}"
+            verified.lost = any(text in str(error) for text in ("CUDA error", "cudaError", "device-side assert"))
         number += 1
-        late = time.monotonic() >= end and (found.checked > 0 or number >= _MOST_REFUSED)
-        if case is not None or found.lost or len(found.wrong) >= _ENOUGH or late:
-            return found
+        late = time.monotonic() >= end and (verified.checked > 0 or number >= _MOST_REFUSED)
+        if case is not None or verified.lost or len(verified.wrong) >= _ENOUGH or late:
+            return verified
 
 
 def _check(implementation: Implementation, call: RandomCall, device: torch.device) -> float:
@@ -186,13 +186,13 @@ def _check(implementation: Implementation, call: RandomCall, device: torch.devic
         if narrow:
             pairs = zip((q, k, v), options["scales"], strict=True)
             wide = [(x.double() * scale.double()[:, :, None, None]).cpu() for x, scale in pairs]
-            own = _share_in_8_bits(out.cpu(), lse.cpu(), wide, plain)
+            error = _share_in_8_bits(out.cpu(), lse.cpu(), wide, plain)
         else:
             host: dict[str, Any] = {
                 name: torch.where(x.isnan(), 0.0, x).cpu() for name, x in zip("qkv", (q, k, v), strict=True)
             }
-            own = assert_attention(out.cpu(), lse.cpu(), **host, **plain, factor=_FACTORS[q.dtype.itemsize < 4])
-        share = max(share, own)
+            error = assert_attention(out.cpu(), lse.cpu(), **host, **plain, factor=_FACTORS[q.dtype.itemsize < 4])
+        share = max(share, error)
     return share
 
 
@@ -214,14 +214,14 @@ def _share_in_8_bits(out: torch.Tensor, lse: torch.Tensor, qkv: list[torch.Tenso
     return share
 
 
-def _table(found: list[Verified]) -> Table:
+def _table(verified: list[Verified]) -> Table:
     from rich.table import Table
 
     table = Table()
     table.add_column("implementation")
     for heading in ("checked", "refused", "wrong", "largest error / allowed"):
         table.add_column(heading, justify="right")
-    for one in found:
+    for one in verified:
         refused = ", ".join(f"{count} {name}" for name, count in one.refused.most_common())
         worst = "-" if not one.checked else "over 1" if one.wrong else f"{one.largest:.2f}"
         table.add_row(one.name, str(one.checked), refused or "0", str(len(one.wrong)), worst)

@@ -14,7 +14,7 @@ from torch import fx
 from stof.fusion.graph.fx_utils import copy_graph, propagate
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.operator_recognition import recognize_operators
-from stof.fusion.graph.operators import NORMS, Kind
+from stof.fusion.graph.operators import NORMS
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.fusion.graph.visible_strides import with_visible_strides
@@ -75,7 +75,6 @@ def fuse(
     *,
     twins: bool = False,
     fold: bool = False,
-    experimental: bool = False,
     known: ConfigLookup = lambda text: None,
     replay: Replay | None = None,
 ) -> FusionReport:
@@ -87,7 +86,6 @@ def fuse(
         search: measures candidates; without a search or a lock, heuristics decide.
         twins: match templates where they have no kernel as well, and run their PyTorch references.
         fold: fold weights of RMSNorms into the GEMMs after them; a lock may ask for it as well.
-        experimental: let a search choose one kernel for two GEMMs; a lock may contain such kernels in any case.
         known: looks up recorded times, for the heuristics.
         replay: a lock whose choices are reproduced.
     """
@@ -107,8 +105,6 @@ def fuse(
     if report.fold and not fold:
         report.notes.append("norms' weights are folded into GEMMs, as where the lock was made")
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
-    chains = experimental or (replay is not None and replay.chains(report.graph))
-    operators = [replace(o, chainable=chains) if o.kind is Kind.LINEAR else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, policy)]
     timer, compiler = (search.time_match, search.compiler) if search is not None else (None, None)
     graph = GraphSpace(operators, order, timer, policy, compiler, known)
@@ -119,10 +115,10 @@ def fuse(
         chosen = heuristic_choices(operators, order, policy, known)
     if search is not None:
         meter = _meter(graph, search)
-        found = _remembered(graph, meter, search, report)
-        chosen = _searched(graph, meter, chosen, search, report) if found is None else found
+        remembered = _remembered(graph, meter, search, report)
+        chosen = _searched(graph, meter, chosen, search, report) if remembered is None else remembered
         report.choices = graph.choices(meter.measured)
-        if found is None:
+        if remembered is None:
             _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
     chosen = _without_visible_strides(gm, chosen, report)
     report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
@@ -187,11 +183,11 @@ def _remembered(
     graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport
 ) -> dict[int, FusionChoice] | None:
     """Return the choices of an earlier, equally thorough search of this graph; None if no such record is valid."""
-    found = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
-    if found is None or found.per_segment < search.per_segment:
+    record = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
+    if record is None or record.per_segment < search.per_segment:
         return None
     chosen: dict[int, FusionChoice] = {}
-    for start, stop, name, config in found.segments:
+    for start, stop, name, config in record.segments:
         match = graph.matches(start, stop).get(name) if stop <= len(graph.operators) else None
         times = meter.measured(start, stop) if match is not None else {}
         if match is None or None not in times or (name, in_bucket(config, match.problem.shape.m)) not in times:
@@ -233,11 +229,11 @@ def _searched(
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
     first = [_range(place, choice) for place, choice in initial.items()]
-    found = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
-    stops = {segment.start: segment.stop for segment in found.scheme.segments}
+    searched = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
+    stops = {segment.start: segment.stop for segment in searched.scheme.segments}
     chosen = {
         place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")
-        for place, (name, config) in found.chosen.items()
+        for place, (name, config) in searched.chosen.items()
     }
     chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
     report.measurements = meter.measurements
@@ -291,19 +287,17 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
                     tuned = known(tuning_key(match, graph.policy))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
-                    elif tuned is None and not match.template.by_rule:
-                        yield f"{name}: only where a search measures it faster"
                     elif tuned is None and not is_profitable(match, first_reader(match, graph.operators[stop:])):
                         yield f"{name}: saves too little traffic at K = {match.problem.shape.k}, by rule"
                     continue
                 times = meter.measured(start, stop)
-                own = [
+                tried = [
                     time
                     for candidate, time in times.items()
                     if candidate is not None and candidate[0] == match.template.name
                 ]
-                if times.get(None, math.inf) < math.inf and min(own, default=math.inf) < math.inf:
-                    yield f"{name}: {min(own):.1f} us at best, Inductor {times[None]:.1f} us"
+                if times.get(None, math.inf) < math.inf and min(tried, default=math.inf) < math.inf:
+                    yield f"{name}: {min(tried):.1f} us at best, Inductor {times[None]:.1f} us"
 
 
 def rewrite_patches(gm: fx.GraphModule, report: FusionReport) -> None:

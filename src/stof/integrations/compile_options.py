@@ -48,7 +48,6 @@ class CompileOptions:
             counts are noticed between calls; writes through `.data`, NumPy or other tensors of the same memory, to
             tensors made under inference mode, and any by a CUDA graph that Inductor recorded before, are not. A lock
             that was tuned so folds as well.
-        experimental: let a search try templates whose gain is not settled: two GEMMs in one kernel (adapters).
         twins: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try and test
             templates. The references fuse nothing; without this option Inductor compiles those operators.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
@@ -69,7 +68,6 @@ class CompileOptions:
     cuda_graphs: bool | str = False
     deterministic: bool = False
     fold: bool = False
-    experimental: bool = False
     twins: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
@@ -95,7 +93,7 @@ class CompileOptions:
             raise ArgumentError(f"store is True, False or a folder, got {shown(self.store)}")
         if self.lock is not None and not isinstance(self.lock, str | Path):
             raise ArgumentError(f"lock is the path of a lock file, got {shown(self.lock)}")
-        for name in ("deterministic", "fold", "experimental", "twins"):
+        for name in ("deterministic", "fold", "twins"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {shown(getattr(self, name))}")
         if self.deterministic and self.effort != "none":
@@ -112,6 +110,11 @@ class CompileOptions:
         Raises:
             ArgumentError: a name that is no option, or a value it cannot have.
         """
+        if "experimental" in (options or {}):
+            raise ArgumentError(
+                "option experimental is removed, leave it out: it let a search try two matrix multiplications in one "
+                "kernel, which never was faster than two kernels"
+            )
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options or {}) - set(known))
         if unknown:

@@ -67,7 +67,6 @@ def stof_backend(
         search,
         twins=parsed.twins,
         fold=parsed.fold,
-        experimental=parsed.experimental,
         known=known,
         replay=parsed.replay(device),
     )
@@ -199,7 +198,11 @@ def optimize(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimize takes a torch.nn.Module, got {type(model).__name__}")
     if model.training:
-        raise UnsupportedError("stof.optimize compiles inference only; call model.eval() first", {})
+        raise UnsupportedError(
+            "stof.optimize compiles inference only; call model.eval() first, or train with "
+            "stof.integrations.transformers.enable(model) and torch.compile(model)",
+            {},
+        )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
     for name, value in (("attention", attention), ("pack", pack), ("dynamic", dynamic)):

@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -47,6 +48,32 @@ class Options(NamedTuple):
     sinks: Tensor | None = None
     scales: tuple[Tensor, ...] = ()
 
+
+class Gradients(NamedTuple):
+    """Gradients of a call's inputs, in their shapes and dtypes; None for what was not asked for.
+
+    Rows that keep nothing have a gradient of 0, and so have keys and values that no query sees, whatever they hold.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class NeedsGrad(NamedTuple):
+    """Which gradients a backward call computes; those of k and v come together."""
+
+    q: bool = True
+    kv: bool = True
+    bias: bool = False
+    sinks: bool = False
+
+
+# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with the results of the forward's call and their
+# gradients, `d_lse` None for zero.
+BackwardCall = Callable[..., Gradients]
 
 # `prepared` is what the same implementation's `prepare` returned.
 Bind = Callable[[Tensor, Tensor, Tensor, Any, Options], BoundCall]
@@ -94,15 +121,56 @@ def bind_of(module: str) -> Bind:
     """
 
     def bind(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
-        try:
-            own: Bind = importlib.import_module(module).bind
-        except (ImportError, AttributeError) as error:
-            raise KernelError(f"this Triton has no Gluon, or no other part, that {module} knows: {error}") from error
-        return own(q, k, v, prepared, options)
+        return cast(BoundCall, _imported(module).bind(q, k, v, prepared, options))
 
     return bind
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, AttributeError) as error:
+        raise KernelError(f"this Triton has no Gluon, or no other part, that {module} knows: {error}") from error
 
 
 def attend_once(bind: Bind, q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of one call that is bound for it alone."""
     return bind(q, k, v, prepared, options)(q, k, v, options.bias, options.sinks, *options.scales)
+
+
+def bind_backward_of(differentiate: Callable[..., Gradients]) -> Callable[..., BackwardCall]:
+    """`bind` of a backward function without anything to decide before a call.
+
+    Args:
+        differentiate: `differentiate(q, k, v, out, lse, d_out, prepared, scale=, softcap=, bias=, sinks=, d_lse=,
+            needs=) -> Gradients`.
+    """
+
+    def bind(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor | None, prepared: Any,
+        options: Options, needs: NeedsGrad,
+    ) -> BackwardCall:  # fmt: skip
+        del q, k, v, out, d_out, d_lse
+        scale, softcap = options.scale, options.softcap  # not its tensors: the call gets others
+
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+            bias: Tensor | None, sinks: Tensor | None,
+        ) -> Gradients:  # fmt: skip
+            return differentiate(
+                q, k, v, out, lse, d_out, prepared,
+                scale=scale, softcap=softcap, bias=bias, sinks=sinks, d_lse=d_lse, needs=needs,
+            )  # fmt: skip
+
+        return call
+
+    return bind
+
+
+def backward_of(module: str) -> Callable[..., BackwardCall]:
+    """The `bind_backward` of a module that is imported at the first call, because it imports Triton; see `bind_of`."""
+
+    def bind(*arguments: Any) -> BackwardCall:
+        return cast(BackwardCall, _imported(module).bind_backward(*arguments))
+
+    return bind

@@ -17,7 +17,9 @@ from stof.layout.layout import Layout
 from stof.runtime.files import write_atomically
 
 FORMAT = "stof-layout"
-VERSION = 1
+VERSION = 2
+# Version 1 also held these, which nothing reads.
+_DROPPED = {1: ("cost", "order"), 2: ()}
 
 
 def save_layout(layout: Layout, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
@@ -71,10 +73,12 @@ def load_layout(path: str | os.PathLike[str], device: torch.device | str = "cpu"
         # The format begins with the length of its JSON header. `load` has checked both and leaves out the metadata.
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][FORMAT])
-        if header["version"] != VERSION:
+        if header["version"] not in _DROPPED:
             raise PlanFileError(f"{source} has format version {header['version']}, this is version {VERSION}; {advice}")
         if header.pop("digest") != _digest(header, tensors):
             raise PlanFileError(f"{source} is corrupt: its contents do not match their digest; {advice}")
+        for name in _DROPPED[header["version"]]:
+            del tensors[name]
         compacted = header.get("compact_columns", header.get("aside", False))  # files of version 0.1 say aside
         config = LayoutConfig(header["block_m"], header["block_n"], header["slab"], compacted)
         layout = Layout(q_len=int(header["q_len"]), kv_len=int(header["kv_len"]), config=config, **tensors)

@@ -36,8 +36,6 @@ class Layout:
         tile_bitmap: int32 `[T]`, row of `bitmaps`, or -1 for a full tile.
         bitmaps: int32 `[U, block_m, ceil(block_n / 32)]`, bit c of a row is column c of the tile; in the
             order in which tiles first use them.
-        cost: float32 `[P * R]`, work in units of one full tile.
-        order: int32 `[P * R]`, row blocks longest first.
         row_order: int32 `[P, q_len]`, original row at each permuted position; None when rows keep their order.
     """
 
@@ -51,8 +49,6 @@ class Layout:
     gathered: Tensor
     tile_bitmap: Tensor
     bitmaps: Tensor
-    cost: Tensor
-    order: Tensor
     row_order: Tensor | None = None
 
     @property
@@ -244,8 +240,6 @@ def _shape_problems(layout: Layout) -> list[str]:
         "gathered": (torch.int32, (None, config.slabs_per_tile)),
         "tile_bitmap": (torch.int32, (tiles,)),
         "bitmaps": (torch.int32, (None, config.block_m, bits.words(config.block_n))),
-        "cost": (torch.float32, (numbered,)),
-        "order": (torch.int32, (numbered,)),
         "row_order": (torch.int32, (numbered // layout.row_blocks, layout.q_len)),
     }
     for name, tensor in layout.tensors().items():
@@ -279,10 +273,8 @@ def _range_problems(layout: Layout) -> list[str]:
     require(_within(layout.gathered, -1, layout.kv_len), "gathered has columns out of range")
     used = layout.gathered[layout.gathered >= 0]
     require((torch.remainder(used, slab) == 0).all(), f"gathered slabs do not start at multiples of {slab}")
-    require(_is_permutation(layout.order[None]), "order is not a permutation of the row blocks")
     if layout.row_order is not None:
         require(_is_permutation(layout.row_order), "row_order is not a permutation of the rows")
-    require(torch.isfinite(layout.cost).all() and (layout.cost >= 0).all(), "cost is not finite and >= 0")
     return problems
 
 
@@ -304,9 +296,6 @@ def _content_problems(layout: Layout) -> list[str]:
     slots = layout.tile_base[layout.tile_base < 0]
     if len(slots.unique()) != len(slots):
         problems.append("two tiles share one row of gathered columns")
-    costs = layout.cost[layout.order.long()]
-    if not bool((costs[:-1] >= costs[1:]).all()):
-        problems.append("order is not longest first")
     columns = layout.tile_columns()
     exists = columns >= 0
     key = (owner[:, None] * layout.kv_len + columns)[exists]

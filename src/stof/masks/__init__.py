@@ -1,6 +1,6 @@
 """Masks: what may attend to what, as composable values. See `docs/how-to/masks.md` for the cookbook."""
 
-from stof.masks.compose import Mask
+from stof.masks.compose import Mask, placed, transposed
 from stof.masks.dynamic import block_topk, from_bits, vertical_slash
 from stof.masks.functions import from_function
 from stof.masks.index import Index
@@ -46,11 +46,13 @@ __all__ = [
     "padding",
     "parse",
     "per_head",
+    "placed",
     "prefix_lm",
     "random_blocks",
     "reordered",
     "sink_tokens",
     "sliding_window",
     "strided",
+    "transposed",
     "vertical_slash",
 ]

@@ -1,4 +1,4 @@
-"""Masks as values, and what is made of several: `&`, `|`, `~`, a query offset, one mask for each head."""
+"""Masks as values, and what is made of others: `&`, `|`, `~`, a mask at other positions, a transposed mask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from stof.errors import MaskError, ShapeError, shown
 from stof.masks.base import BaseMask, numbered
 from stof.masks.bounds import TileBounds
-from stof.masks.index import Index
+from stof.masks.index import Index, swapped
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,28 +45,31 @@ class Mask(BaseMask):
         """Whether the mask says what a query before position 0 sees; a table would be read from its end."""
         return False
 
+    @property
+    def allows_negative_keys(self) -> bool:
+        """Whether the mask says which queries see a key before position 0."""
+        return False
+
     def with_query_offset(self, offset: int) -> Mask:
         """The mask seen by queries that start at position `offset` (a KV cache holding `offset` keys).
 
-        Query `i` of the call is treated as position `i + offset`; keys keep their positions. So
+        Query `i` of the call is treated as position `i + offset`; keys keep their positions: `placed(mask, offset)`. So
         `causal().with_query_offset(kv_len - q_len)` is causal attention aligned at the lower right corner, also with
         more queries than keys: the first queries then see no key, their output is 0 and their LSE -inf.
-
-        Positions below 0 belong to no document and are no global tokens; all else of named patterns is as their
-        formulas say.
 
         Raises:
             MaskError: an offset below 0 of a mask that is no named pattern, or of `neighborhood_2d`.
         """
-        return self._with_offset(_offset(offset))
+        return placed(self, offset)
 
-    def _with_offset(self, offset: int) -> Mask:
-        if offset < 0 and not self.allows_negative_queries:
-            raise MaskError(
-                f"{shown(self)} does not say what queries before position 0 see, so its query offset is 0 or more, got "
-                f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
-            )
-        return self if offset == 0 else QueryOffset(self, offset)
+    def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
+        """Bool `[B | 1, H | 1, q_len, kv_len]`, a view of the tensor that the mask is; None for masks made otherwise.
+
+        Args:
+            q_len, kv_len: lengths that `check` accepts.
+        """
+        del q_len, kv_len
+        return None
 
     def __and__(self, other: Mask) -> Mask:
         return And.of(self, _combined(other))
@@ -79,12 +82,6 @@ class Mask(BaseMask):
 
     def __bool__(self) -> bool:
         raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
-
-
-def _offset(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) < value < 2**31:
-        raise MaskError(f"a query offset is an int between -2**31 + 1 and 2**31 - 1, got {shown(value)}")
-    return value
 
 
 def _combined(other: object) -> Mask:
@@ -108,6 +105,7 @@ class Composite(Mask):
     heads: int = 1
     depends_on_sizes: bool = False
     depth: int = 1
+    deepest: ClassVar[int] = DEEPEST
 
     # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
     @property
@@ -126,9 +124,13 @@ class Composite(Mask):
     def allows_negative_queries(self) -> bool:
         return all(mask.allows_negative_queries for mask in self.masks)
 
+    @property
+    def allows_negative_keys(self) -> bool:
+        return all(mask.allows_negative_keys for mask in self.masks)
+
     def __post_init__(self) -> None:
         depth = 1 + max(mask.depth if isinstance(mask, Composite) else 0 for mask in self.masks)
-        if depth > DEEPEST:
+        if depth > self.deepest:
             raise MaskError(
                 f"a mask is combined in at most {DEEPEST} levels, this one in {depth}; a chain of one operator "
                 "(a | b | c) is one level, and masks.from_dense(mask.to_dense(q_len, kv_len)) makes one mask of all"
@@ -265,78 +267,125 @@ class Not(Wrapped):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QueryOffset(Wrapped):
-    """The inner mask with query positions moved by `offset` (tokens already in the KV cache)."""
+class Placed(Wrapped):
+    """The inner mask for queries and keys that begin at these positions; see `placed`."""
 
-    offset: int
+    q_offset: int
+    kv_offset: int
 
     @property
     def varies(self) -> bool:
         return True  # in each step of decoding
-
-    def _with_offset(self, offset: int) -> Mask:
-        return self if offset == 0 else self.mask.with_query_offset(self.offset + offset)
 
     @property
     def has_monotonic_ranges(self) -> bool:
         return self.mask.has_monotonic_ranges
 
     def tile_bounds(self, index: Index) -> TileBounds:
-        return self.mask.tile_bounds(index.shifted(self.offset))
+        return self.mask.tile_bounds(index.shifted(self.q_offset, self.kv_offset))
 
     def check(self, q_len: int, kv_len: int) -> None:
-        self.mask.check(q_len + self.offset, kv_len)
+        self.mask.check(q_len + self.q_offset, kv_len + self.kv_offset)
+
+    def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
+        keep = self.mask.as_tensor(q_len + self.q_offset, kv_len + self.kv_offset)
+        return None if keep is None else keep[..., self.q_offset :, self.kv_offset :]
 
     def evaluate(self, index: Index) -> Tensor:
-        return self.mask.evaluate(index.shifted(self.offset))
+        return self.mask.evaluate(index.shifted(self.q_offset, self.kv_offset))
 
     def __repr__(self) -> str:
+        if self.kv_offset:
+            return f"placed({self.mask.key}, q_offset={self.q_offset}, kv_offset={self.kv_offset})"
         inner = f"({self.mask.key})" if isinstance(self.mask, And | Or | Not) else self.mask.key
-        return f"{inner}.with_query_offset({self.offset})"
+        return f"{inner}.with_query_offset({self.q_offset})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PerHead(Composite):
-    """One mask per query head: head `h` uses `masks[h]`."""
+class Transposed(Wrapped):
+    """The inner mask with queries and keys swapped; see `transposed`."""
 
-    masks: tuple[Mask, ...]
-
-    def __post_init__(self) -> None:
-        bound = [repr(mask) for mask in self.masks if mask.heads != 1]
-        if bound:
-            raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
-        super().__post_init__()
-        object.__setattr__(self, "heads", len(self.masks))
+    deepest = DEEPEST + 1  # every mask has a transpose
 
     @property
-    def depends_on_heads(self) -> bool:
-        return True
+    def allows_negative_queries(self) -> bool:
+        return self.mask.allows_negative_keys
+
+    @property
+    def allows_negative_keys(self) -> bool:
+        return self.mask.allows_negative_queries
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        return ()  # those of the inner mask are for its own rows
+
+    @property
+    def has_monotonic_ranges(self) -> bool:
+        # Where both ends of the ranges ascend with the query, a key is seen by a range of queries, whose ends ascend.
+        return self.mask.has_monotonic_ranges
 
     def tile_bounds(self, index: Index) -> TileBounds:
-        return self.masks[int(index.h)].tile_bounds(index)
+        bounds = self.mask.tile_bounds(index.transposed())
+        return TileBounds(swapped(bounds.empty), swapped(bounds.full))
 
-    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        Mask.dims(self, batch, heads, device)
-        return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
+    def check(self, q_len: int, kv_len: int) -> None:
+        self.mask.check(kv_len, q_len)
 
-    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        if self.depends_on_sizes:  # a function may look at the head
-            return Mask.pattern_ids(self, mask_batch, mask_heads)
-        own = [mask.pattern_ids(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
-        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
-        return numbered(pairs).view(self.batch, len(self.masks))
+    def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
+        keep = self.mask.as_tensor(kv_len, q_len)
+        return None if keep is None else keep.mT
 
     def evaluate(self, index: Index) -> Tensor:
-        # Layouts are built one head at a time: only masks of the heads that are asked about are evaluated.
-        places: dict[Mask, list[int]] = {}
-        for place, h in enumerate(index.h.flatten().tolist()):
-            places.setdefault(self.masks[h], []).append(place)
-        rows: dict[int, Tensor] = {}
-        for mask, chosen in places.items():
-            kept = mask.evaluate(replace(index, h=index.h[:, chosen]))
-            rows |= zip(chosen, kept.expand(-1, len(chosen), -1, -1).split(1, dim=1), strict=True)
-        shape = torch.broadcast_shapes(*(row.shape for row in rows.values()))
-        return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
+        return swapped(self.mask.evaluate(index.transposed()))
 
     def __repr__(self) -> str:
-        return f"per_head([{', '.join(mask.key for mask in self.masks)}])"
+        return f"transposed({self.mask.key})"
+
+
+def placed(mask: Mask, q_offset: int = 0, kv_offset: int = 0) -> Mask:
+    """A part of a mask: query `i` and key `j` are query `i + q_offset` and key `j + kv_offset` of `mask`.
+
+    A KV cache has a `q_offset`; a cache that dropped its first keys, or a shard of a sequence, has both.
+    `mask.with_query_offset(n)` is `placed(mask, n)`.
+
+    The part ends where the call ends: `mask` is asked as for `q_len + q_offset` queries and `kv_len + kv_offset` keys.
+    Masks that know their lengths (of a tensor, `documents`, `neighborhood_2d`) refuse others, so a part of them
+    includes their last query and key, and `random_blocks` draws from that many keys.
+
+    Offsets below 0 reach before the first query or key. Named patterns say what is kept there: positions below 0 belong
+    to no document, are no global or sink tokens and in no prefix, and `padding` drops them as keys; all else is as the
+    patterns' formulas say. Other masks raise.
+
+    Raises:
+        MaskError: an offset that is no int, or one below 0 of a mask that has no scores there: of a tensor, function or
+            `BlockMask`, made at run time, reordered, or of `neighborhood_2d`; keys of `random_blocks`.
+    """
+    _combined(mask)
+    for name, offset in (("query", q_offset), ("key", kv_offset)):
+        if isinstance(offset, bool) or not isinstance(offset, int) or not -(2**31) < offset < 2**31:
+            raise MaskError(f"a {name} offset is an int between -2**31 + 1 and 2**31 - 1, got {shown(offset)}")
+    if q_offset == kv_offset == 0:
+        return mask
+    if isinstance(mask, Placed):
+        return placed(mask.mask, mask.q_offset + q_offset, mask.kv_offset + kv_offset)
+    if isinstance(mask, Transposed):
+        return transposed(placed(mask.mask, kv_offset, q_offset))
+    for what, offset, is_allowed in (
+        ("queries", q_offset, mask.allows_negative_queries),
+        ("keys", kv_offset, mask.allows_negative_keys),
+    ):
+        if offset < 0 and not is_allowed:
+            raise MaskError(
+                f"{shown(mask)} has no {what} before position 0, so the offset of its {what} is 0 or more, got "
+                f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
+            )
+    return Placed(mask, q_offset, kv_offset)
+
+
+def transposed(mask: Mask) -> Mask:
+    """The mask with queries and keys swapped: query `i` sees key `j` where query `j` of `mask` sees key `i`.
+
+    Batch entries and heads stay. It is a mask for `kv_len` queries and `q_len` keys: what gradients of keys and values
+    are computed by. `transposed(transposed(mask))` is `mask`.
+    """
+    return mask.mask if isinstance(mask, Transposed) else Transposed(_combined(mask))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class _Known:
         at: the score it was traced at.
         elementwise: whether to call it on broadcast tensors; else under vmap.
         closed_form: whether to run it on ranges.
+        state: `_state_of` the function when it was traced.
         compared: which of its evaluations were compared with single calls: on ranges or tensors, and the logarithms of
             the lengths.
     """
@@ -54,6 +55,7 @@ class _Known:
     at: list[Tensor]
     elementwise: bool
     closed_form: bool
+    state: State | None
     compared: set[tuple[bool, int, int]] = field(default_factory=set)
 
 
@@ -96,7 +98,14 @@ class FunctionMask(Mask):
         return self.record is None and reads_state(self.fn)
 
     def frozen(self) -> Self:
-        return replace(self, record=current_record(self.fn)) if self.may_change else self
+        if not self.may_change:
+            return self
+        record = current_record(self.fn)
+        last: Self | None = self.__dict__.get("_last_frozen")
+        if last is None or last.record is not record:
+            last = replace(self, record=record)
+            object.__setattr__(self, "_last_frozen", last)  # the dataclass is frozen
+        return last
 
     def copies(self) -> list[Tensor]:
         return [] if self.record is None else list(self.record.tensors)
@@ -234,11 +243,7 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """What is known of a function, traced at one score if nothing is."""
     known = _known_before(fn)
     if known is None:
-        with _errors_of(fn):
-            traits = traits_of(fn, at)
-        made = _Known(
-            _code_of(fn), traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None
-        )
+        made = _trace(fn, at)
         known = _KNOWN.setdefault(fn, made)
         if made is known and not made.elementwise:
             _warn_slow(fn, made.traits.obstacle or "")
@@ -247,9 +252,12 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
 
 def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """Trace a function at one score."""
+    state = _state_of(fn)
     with _errors_of(fn):
         traits = traits_of(fn, at)
-    return _Known(_code_of(fn), traits, at, elementwise=traits.obstacle is None, closed_form=traits.obstacle is None)
+    state = state if state == _state_of(fn) else None  # else another thread changed it meanwhile
+    elementwise = traits.obstacle is None
+    return _Known(_code_of(fn), traits, at, elementwise, closed_form=elementwise, state=state)
 
 
 def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
@@ -266,6 +274,8 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
         last = known.traits.record
     if in_capture() or not reads_state(fn):
         return last
+    if known.state is not None and known.state == _state_of(fn):
+        return known.traits.record
     record = None
     with contextlib.suppress(Exception):  # it fails at the old score now (a table shrank), and is traced anew
         if (record := record_of(fn, known.at, last)) is last:
@@ -288,34 +298,61 @@ def _do_the_same(a: Record, b: Record) -> bool:
 
 def reads_state(fn: MaskFunction) -> bool:
     """Whether a function may read more than its arguments and `torch`: what else it reads may change."""
-    if type(fn) is not FunctionType or fn.__defaults__ or fn.__kwdefaults__:
-        return True
+    state = _state_of(fn)
+    return state is None or any(state[1:])
+
+
+# The default dtype; then values, each by type and text: of globals, of closure variables, and defaults by name.
+State = tuple[Any, ...]
+
+
+def _state_of(fn: MaskFunction) -> State | None:
+    """What decides the result of a function besides its arguments and `torch`; None if it may read more than numbers.
+
+    Functions with the same code and the same state do the same.
+    """
+    if type(fn) is not FunctionType:
+        return None
     names = _globals_of(fn.__code__)
-    return names is None or not all(map(functools.partial(_is_stateless, fn.__globals__), names))
+    if names is None:
+        return None
+    known = fn.__globals__
+    if not all(name in known or (name in _STATELESS and name in vars(builtins)) for name in names):
+        return None
+    try:
+        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    except ValueError:  # a variable without a value
+        return None
+    read = [known[name] for name in names if name in known and known[name] is not torch]
+    defaults: dict[Any, object] = {**dict(enumerate(fn.__defaults__ or ())), **(fn.__kwdefaults__ or {})}
+    if not all(type(value) in _NUMBERS for value in (*read, *cells, *defaults.values())):
+        return None
+    texts = [tuple([(type(value), repr(value)) for value in values]) for values in (read, cells, defaults.values())]
+    return torch.get_default_dtype(), *texts, tuple(defaults)
 
 
-def _is_stateless(known: dict[str, object], name: str) -> bool:
-    if name in known:
-        return known[name] is torch
-    return name in _STATELESS and name in vars(builtins)
-
-
+# Types whose values cannot change, and are told by their texts.
+_NUMBERS = {bool, int, float, str, type(None)}
 # Builtins that always do the same.
 _STATELESS = {"abs", "bool", "float", "int", "len", "max", "min", "range", "reversed", "sum", "tuple", "zip"}
+# Instructions that read globals and builtins, and those that change what the next call reads.
+_LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
+_STORES = {"STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_DEREF"}
 
 
 @functools.lru_cache(maxsize=1024)
 def _globals_of(code: CodeType) -> tuple[str, ...] | None:
-    """Names of globals and builtins that a function's code reads; None if it reads more than that.
+    """Names of globals and builtins that a function's code reads; None if it does more than read.
 
-    That is a closure, an import, an inner function, or an operator that is not PyTorch's own.
+    That is an import, an assignment to a variable that outlives the call, an inner function, or an operator that is not
+    PyTorch's own.
     """
     steps = list(dis.get_instructions(code))
     inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
-    imports = any(step.opname.startswith("IMPORT") for step in steps)
-    if inner or imports or code.co_freevars or {"ops", "_C"} & set(code.co_names):
+    more = any(step.opname.startswith("IMPORT") or step.opname in _STORES for step in steps)
+    if inner or more or code.co_cellvars or {"ops", "_C"} & set(code.co_names):
         return None
-    return tuple({str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+    return tuple({str(step.argval): None for step in steps if step.opname in _LOADS})
 
 
 def _warn_slow(fn: MaskFunction, reason: str) -> None:

@@ -14,27 +14,31 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
-from stof.masks.compose import And, Mask, Not, Or, PerHead, QueryOffset
+from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
+from stof.masks.per_head import PerHead
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
-WIDTH = 8
+WIDTH = 9
 # Truth values on the stack. Parts that need most of it come first, so n of them are enough for fewer than 2**n tests.
 DEPTH = 5
 # Numbers of all programs of a mask: beyond, making them costs more than they save.
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
+# Positions in a tile past the last key.
+_PAST_THE_END = 2**9
 # Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
-_FURTHEST = _MOST - 2**9
+_FURTHEST = _MOST - _PAST_THE_END
 
 T = TypeVar("T")
 
 
 class Op(IntEnum):
-    """What an instruction does. i is the query position, shifted, and j the key position.
+    """What an instruction does. i is the position of the program's query and j that of its key, both moved.
 
-    Fields after low and high are `size`, `shift` (added to the query position), `table` (where the instruction's table
-    begins among the numbers, or before them), `entries` and `extra`. Instructions with a table test for 1.
+    Fields after low and high are `size`, `i_shift` and `j_shift` (what i and j are moved by), `table` (where the
+    instruction's table begins among the numbers, or before them), `entries` and `extra`. Instructions with a table test
+    for 1. Those of a transposed mask have operands swapped.
     """
 
     AND = 0
@@ -44,14 +48,16 @@ class Op(IntEnum):
     QUERY = 4  # i
     KEY = 5  # j
     DISTANCE_REMAINDER = 6  # (i - j + extra) mod size, where extra is a multiple of size and keeps it from below 0
-    KEY_REMAINDER = 7  # j mod size
-    GRID_ROW = 8  # i div size - j div size
-    GRID_COLUMN = 9  # i mod size - j mod size
+    QUERY_REMAINDER = 7  # i mod size
+    KEY_REMAINDER = 8  # j mod size
+    GRID_ROW = 9  # i div size - j div size
+    GRID_COLUMN = 10  # i mod size - j mod size
     # Ascending tables are halved `size` times to find a number.
-    QUERY_LISTED = 10  # 1 when i is in the table of `entries` numbers
-    KEY_LISTED = 11  # 1 when j is
-    DOCUMENT = 12  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
-    CHOSEN_BLOCK = 13  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
+    QUERY_LISTED = 11  # 1 when i is in the table of `entries` numbers
+    KEY_LISTED = 12  # 1 when j is
+    DOCUMENT = 13  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
+    CHOSEN_BLOCK = 14  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
+    CHOSEN_BLOCK_OF_KEY = 15  # 1 when i div size is among the `entries` numbers of row j div size - extra
 
 
 class _NotWritableError(Exception):
@@ -110,6 +116,30 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
     return Programs(numbers, first, writer.draws, writer.drawn)
 
 
+class _Place(NamedTuple):
+    """Where a mask is: its query is the program's query (if `swapped` the program's key), moved by `q_shift`."""
+
+    q_shift: int
+    kv_shift: int
+    swapped: bool
+
+    @property
+    def i_shift(self) -> int:
+        """What the program's query is moved by."""
+        return self.kv_shift if self.swapped else self.q_shift
+
+    @property
+    def j_shift(self) -> int:
+        """What the program's key is moved by."""
+        return self.q_shift if self.swapped else self.kv_shift
+
+    def moved(self, q_offset: int, kv_offset: int) -> _Place:
+        return _Place(self.q_shift + q_offset, self.kv_shift + kv_offset, self.swapped)
+
+    def transposed(self) -> _Place:
+        return _Place(self.kv_shift, self.q_shift, not self.swapped)
+
+
 class _Writer:
     """Programs being written."""
 
@@ -123,16 +153,17 @@ class _Writer:
     def program(self, mask: Mask, b: int, h: int) -> list[int]:
         """Instructions of one (batch, head) mask."""
         self.b, self.h, self.code = b, h, []
-        if self.write(mask, 0) > DEPTH:
+        if self.write(mask, _Place(0, 0, False)) > DEPTH:
             raise _NotWritableError
         return self.code
 
-    def write(self, mask: Mask, shift: int) -> int:
-        """Add the instructions of `mask` for queries moved by `shift`; returns how deep the stack gets."""
+    def write(self, mask: Mask, at: _Place) -> int:
+        """Add the instructions of `mask` at some positions; returns how deep the stack gets."""
         writer = _WRITERS.get(type(mask))
-        if writer is None or max(self.q_len + shift, 0) + self.kv_len + max(-shift, 0) >= _FURTHEST:
+        ends = (self.q_len + at.i_shift, self.kv_len + at.j_shift, -at.i_shift, -at.j_shift)
+        if writer is None or sum(max(end, 0) for end in ends) >= _FURTHEST:
             raise _NotWritableError
-        return writer(self, mask, shift)
+        return writer(self, mask, at)
 
     def add(
         self,
@@ -140,14 +171,27 @@ class _Writer:
         low: int = -_MOST,
         high: int = _MOST,
         *,
+        at: _Place | None = None,
         size: int = 0,
-        shift: int = 0,
         table: int = 0,
         entries: int = 0,
         extra: int = 0,
     ) -> int:
-        self.code += (op, low, high, size, shift, table, entries, extra)
+        i_shift, j_shift = (0, 0) if at is None else (at.i_shift, at.j_shift)
+        self.code += (op, low, high, size, i_shift, j_shift, table, entries, extra)
         return 1
+
+    def distance(self, at: _Place, low: int = -_MOST, high: int = _MOST) -> int:
+        """Test the query's position less the key's."""
+        return self.add(Op.DISTANCE, -high, -low, at=at) if at.swapped else self.add(Op.DISTANCE, low, high, at=at)
+
+    def query(self, at: _Place, low: int, high: int) -> int:
+        """Test the query's position."""
+        return self.add(Op.KEY if at.swapped else Op.QUERY, low, high, at=at)
+
+    def key(self, at: _Place, low: int = -_MOST, high: int = _MOST) -> int:
+        """Test the key's position."""
+        return self.query(at.transposed(), low, high)
 
     def both(self, op: Op) -> int:
         """Combine the last two tests."""
@@ -163,11 +207,11 @@ class _Writer:
         return values[self.b if len(values) > 1 else 0]
 
 
-def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
+def _composite(to: _Writer, mask: And | Or, at: _Place) -> int:
     before, parts = to.code, []
     for part in mask.masks:
         to.code = []
-        parts.append((to.write(part, shift), to.code))
+        parts.append((to.write(part, at), to.code))
     parts.sort(key=itemgetter(0), reverse=True)
     deepest, code = parts[0]
     to.code = before
@@ -179,98 +223,114 @@ def _composite(to: _Writer, mask: And | Or, shift: int) -> int:
     return deepest
 
 
-def _not(to: _Writer, mask: Not, shift: int) -> int:
-    deepest = to.write(mask.mask, shift)
+def _not(to: _Writer, mask: Not, at: _Place) -> int:
+    deepest = to.write(mask.mask, at)
     to.add(Op.NOT)
     return deepest
 
 
-def _sink_tokens(to: _Writer, mask: rules.SinkTokens, shift: int) -> int:
-    to.add(Op.KEY, high=mask.tokens - 1)
-    to.add(Op.DISTANCE, 0, shift=shift)
+def _sink_tokens(to: _Writer, mask: rules.SinkTokens, at: _Place) -> int:
+    to.key(at, 0, mask.tokens - 1)
+    to.distance(at, 0)
     return to.both(Op.AND)
 
 
-def _prefix_lm(to: _Writer, mask: rules.PrefixLM, shift: int) -> int:
-    to.add(Op.KEY, high=to.own(mask.prefix) - 1)
-    to.add(Op.DISTANCE, 0, shift=shift)
+def _prefix_lm(to: _Writer, mask: rules.PrefixLM, at: _Place) -> int:
+    to.key(at, 0, to.own(mask.prefix) - 1)
+    to.distance(at, 0)
     return to.both(Op.OR)
 
 
-def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, shift: int) -> int:
+def _neighborhood_2d(to: _Writer, mask: rules.Neighborhood2D, at: _Place) -> int:
     down, across = (reach // 2 for reach in mask.kernel)
-    to.add(Op.GRID_ROW, -down, down, size=mask.width, shift=shift)
-    to.add(Op.GRID_COLUMN, -across, across, size=mask.width, shift=shift)
+    to.add(Op.GRID_ROW, -down, down, size=mask.width, at=at)
+    to.add(Op.GRID_COLUMN, -across, across, size=mask.width, at=at)
     return to.both(Op.AND)
 
 
-def _dilated_window(to: _Writer, mask: rules.DilatedWindow, shift: int) -> int:
-    lift = -(-(to.kv_len + max(-shift, 0)) // mask.dilation) * mask.dilation
-    if to.q_len + shift + lift >= _FURTHEST:
+def _dilated_window(to: _Writer, mask: rules.DilatedWindow, at: _Place) -> int:
+    lift = _multiple(mask.dilation, to.kv_len + at.j_shift - at.i_shift)
+    if to.q_len + max(at.i_shift - at.j_shift, 0) + lift >= _FURTHEST:
         raise _NotWritableError
-    to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift)
-    to.add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, shift=shift)
+    to.distance(at, -mask.right, mask.left)
+    to.add(Op.DISTANCE_REMAINDER, 0, 0, size=mask.dilation, extra=lift, at=at)
     return to.both(Op.AND)
 
 
-def _strided(to: _Writer, mask: rules.Strided, shift: int) -> int:
-    to.add(Op.DISTANCE, 1 - mask.local, mask.local - 1, shift=shift)
-    to.add(Op.KEY_REMAINDER, mask.stride - mask.width, size=mask.stride)
+def _multiple(size: int, least: int) -> int:
+    """The smallest multiple of `size` that is at least `least`, and not below 0."""
+    return -(-max(least, 0) // size) * size
+
+
+def _strided(to: _Writer, mask: rules.Strided, at: _Place) -> int:
+    to.distance(at, 1 - mask.local, mask.local - 1)
+    # Triton's remainders of negative numbers are negative.
+    lifted = at.moved(0, _multiple(mask.stride, -at.kv_shift))
+    if max(to.q_len, to.kv_len) + lifted.kv_shift >= _FURTHEST:
+        raise _NotWritableError
+    remainder = Op.QUERY_REMAINDER if at.swapped else Op.KEY_REMAINDER
+    to.add(remainder, mask.stride - mask.width, size=mask.stride, at=lifted)
     deepest = to.both(Op.OR)
     if mask.causal:
-        to.add(Op.DISTANCE, 0, shift=shift)
+        to.distance(at, 0)
         to.add(Op.AND)
     return deepest
 
 
-def _global_tokens(to: _Writer, mask: rules.GlobalTokens, shift: int) -> int:
+def _global_tokens(to: _Writer, mask: rules.GlobalTokens, at: _Place) -> int:
     if isinstance(mask.tokens, int):
-        to.add(Op.QUERY, 0, mask.tokens - 1, shift=shift)
-        to.add(Op.KEY, high=mask.tokens - 1)
+        to.query(at, 0, mask.tokens - 1)
+        to.key(at, 0, mask.tokens - 1)
     else:
         table, count = to.table(mask.tokens), len(mask.tokens)
-        to.add(Op.QUERY_LISTED, 1, 1, size=count.bit_length(), shift=shift, table=table, entries=count)
-        to.add(Op.KEY_LISTED, 1, 1, size=count.bit_length(), table=table, entries=count)
+        for op in (Op.QUERY_LISTED, Op.KEY_LISTED):
+            to.add(op, 1, 1, size=count.bit_length(), at=at, table=table, entries=count)
     return to.both(Op.OR)
 
 
-def _documents(to: _Writer, mask: rules.Documents, shift: int) -> int:
+def _documents(to: _Writer, mask: rules.Documents, at: _Place) -> int:
     runs = to.own(mask.runs)
-    if shift < 0 or 2 * len(runs) > LONGEST:  # the kernels take queries before the first document for some of it
+    # The kernels take positions before the first document for some of it.
+    if min(at.q_shift, at.kv_shift) < 0 or 2 * len(runs) > LONGEST:
         raise _NotWritableError
     ids = [doc for doc, _ in runs]
     seen = [doc for doc in ids if doc >= 0]
     table = to.table([*itertools.accumulate(length for _, length in runs), *ids, -1])
     return to.add(
-        Op.DOCUMENT, 1, 1, size=len(runs).bit_length(), shift=shift, table=table, entries=len(runs),
+        Op.DOCUMENT, 1, 1, size=len(runs).bit_length(), at=at, table=table, entries=len(runs),
         extra=int(len(set(seen)) == len(seen)),
     )  # fmt: skip
 
 
-def _random_blocks(to: _Writer, mask: rules.RandomBlocks, shift: int) -> int:
-    if shift < 0:  # Triton rounds quotients of negative numbers towards 0
+def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
+    if min(at.q_shift, at.kv_shift) < 0:  # Triton rounds quotients of negative numbers towards 0
         raise _NotWritableError
     size = mask.block_size
-    first, stop = shift // size, (to.q_len + shift - 1) // size + 1
-    key_blocks = -(-to.kv_len // size)
+    queries, keys = to.q_len, to.kv_len
+    if at.swapped:  # kernels look at whole words of the program's keys, which are this mask's queries
+        queries, keys = to.kv_len + _PAST_THE_END, to.q_len
+    first, stop = at.q_shift // size, (queries + at.q_shift - 1) // size + 1
+    key_blocks = -(-(keys + at.kv_shift) // size)
     picks = min(mask.blocks, key_blocks)
     to.drawn += (stop - first) * picks
     seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
     to.draws.append(Draw(-to.drawn, first, stop - first, key_blocks, picks, seed))
-    return to.add(Op.CHOSEN_BLOCK, 1, 1, size=size, shift=shift, table=-to.drawn, entries=picks, extra=first)
+    op = Op.CHOSEN_BLOCK_OF_KEY if at.swapped else Op.CHOSEN_BLOCK
+    return to.add(op, 1, 1, size=size, at=at, table=-to.drawn, entries=picks, extra=first)
 
 
 # By exact class: other masks, subclasses of these among them, may evaluate in their own way.
-_WRITERS: dict[type[Mask], Callable[[_Writer, Any, int], int]] = {
+_WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     And: _composite,
     Or: _composite,
     Not: _not,
-    QueryOffset: lambda to, mask, shift: to.write(mask.mask, shift + mask.offset),
-    PerHead: lambda to, mask, shift: to.write(mask.masks[to.h], shift),
-    rules.Full: lambda to, mask, shift: to.add(Op.KEY),
-    rules.Causal: lambda to, mask, shift: to.add(Op.DISTANCE, 0, shift=shift),
-    rules.SlidingWindow: lambda to, mask, shift: to.add(Op.DISTANCE, -mask.right, mask.left, shift=shift),
-    rules.Padding: lambda to, mask, shift: to.add(Op.KEY, high=to.own(mask.lengths) - 1),
+    Placed: lambda to, mask, at: to.write(mask.mask, at.moved(mask.q_offset, mask.kv_offset)),
+    Transposed: lambda to, mask, at: to.write(mask.mask, at.transposed()),
+    PerHead: lambda to, mask, at: to.write(mask.masks[to.h], at),
+    rules.Full: lambda to, mask, at: to.key(at),
+    rules.Causal: lambda to, mask, at: to.distance(at, 0),
+    rules.SlidingWindow: lambda to, mask, at: to.distance(at, -mask.right, mask.left),
+    rules.Padding: lambda to, mask, at: to.key(at, 0, to.own(mask.lengths) - 1),
     rules.SinkTokens: _sink_tokens,
     rules.PrefixLM: _prefix_lm,
     rules.Neighborhood2D: _neighborhood_2d,

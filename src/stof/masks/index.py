@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from stof.masks.bounds import Range
+
+Positions = TypeVar("Positions", Tensor, Range)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +54,18 @@ class Index:
     def device(self) -> torch.device:
         return self.q.device
 
-    def shifted(self, rows: int) -> Index:
-        """The same rectangle with query positions moved by `rows`."""
-        return replace(self, q=self.q + rows, q_len=self.q_len + rows)
+    def shifted(self, rows: int, columns: int) -> Index:
+        """The same rectangle with query positions moved by `rows`, and key positions by `columns`."""
+        q_len, kv_len = self.q_len + rows, self.kv_len + columns
+        return replace(self, q=self.q + rows, kv=self.kv + columns, q_len=q_len, kv_len=kv_len)
+
+    def transposed(self) -> Index:
+        """The rectangle of a transposed mask: the same positions, as keys and queries."""
+        return replace(self, q=swapped(self.kv), kv=swapped(self.q), q_len=self.kv_len, kv_len=self.q_len)
+
+
+def swapped(x: Positions) -> Positions:
+    """What broadcasts to four dimensions, with the last two of them swapped."""
+    if isinstance(x, Range):
+        return replace(x, low=swapped(x.low), high=swapped(x.high))
+    return x[(None,) * (4 - x.ndim)].mT

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import patterns
 from stof.masks.base import find_mask
-from stof.masks.compose import Mask
+from stof.masks.compose import Mask, placed, transposed
 
 PATTERNS: dict[str, Callable[..., Mask]] = {
     fn.__name__: fn
@@ -98,6 +98,11 @@ def _mask(node: ast.expr) -> Mask:
             return _checked("with_query_offset", _mask(inner).with_query_offset, values, named)
         case ast.Call(func=ast.Name(id="per_head"), args=[ast.List(elts=items)], keywords=[]):
             return patterns.per_head([_mask(item) for item in items])
+        case ast.Call(func=ast.Name(id="placed"), args=[inner, *args], keywords=keywords):
+            values, named = _arguments(args, keywords)
+            return _checked("placed", placed, [_mask(inner), *values], named)
+        case ast.Call(func=ast.Name(id="transposed"), args=[inner], keywords=[]):
+            return transposed(_mask(inner))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             return _call(name, *_arguments(args, keywords))
     raise MaskSyntaxError(

@@ -16,7 +16,8 @@ from torch import Tensor
 from stof.errors import MaskError, shown
 from stof.masks import rules
 from stof.masks.base import foreign_layout
-from stof.masks.compose import Mask, PerHead
+from stof.masks.compose import Mask
+from stof.masks.per_head import PerHead
 
 Ints = Sequence[int] | Tensor
 
@@ -113,7 +114,7 @@ def strided(local: int, stride: int, width: int = 1, *, causal: bool = True) -> 
 def global_tokens(tokens: int | Ints) -> Mask:
     """Global tokens see everything and are seen by everyone: the first `tokens`, or the positions listed.
 
-    Positions before 0, which a query offset may make, are none of them.
+    Positions before 0, which `placed` may make, are none of them.
     """
     if hasattr(tokens, "__index__") and (not isinstance(tokens, Tensor) or tokens.ndim == 0):
         return rules.GlobalTokens(_integer("tokens", tokens, 0))

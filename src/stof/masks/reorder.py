@@ -20,7 +20,7 @@ class Reordered(Wrapped):
     rows: Tensor | None
     columns: Tensor | None
 
-    allows_negative_queries = False
+    allows_negative_queries = allows_negative_keys = False
 
     @property
     def row_orders(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class Rule(Mask):
     name: ClassVar[str]
 
     allows_negative_queries = True
+    allows_negative_keys = True
 
     def __repr__(self) -> str:
         shown = (f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
@@ -59,6 +60,11 @@ def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
     """`values[b]` as `[B, 1, 1, 1]`, or one value for all sequences."""
     table = torch.tensor(values, dtype=torch.int64, device=index.device)
     return table.view(1, 1, 1, 1) if len(values) == 1 else table[index.b]
+
+
+def _among_first(count: int | Tensor, positions: Tensor) -> Tensor:
+    """Which positions are among the first `count`; offsets may make some below 0, which are not."""
+    return (positions >= 0) & (positions < count)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,7 +140,7 @@ class GlobalTokens(Rule):
 
     def evaluate(self, index: Index) -> Tensor:
         if isinstance(self.tokens, int):
-            return (index.q >= 0) & (index.q < self.tokens) | (index.kv < self.tokens)
+            return _among_first(self.tokens, index.q) | _among_first(self.tokens, index.kv)
         chosen = torch.tensor(self.tokens, dtype=torch.int64, device=index.device)
         return torch.isin(index.q, chosen) | torch.isin(index.kv, chosen)
 
@@ -145,7 +151,7 @@ class SinkTokens(Rule):
     tokens: int
 
     def evaluate(self, index: Index) -> Tensor:
-        return (index.kv < self.tokens) & (index.q >= index.kv)
+        return _among_first(self.tokens, index.kv) & (index.q >= index.kv)
 
 
 # Entries of a table that answers for rectangles: beyond, they are evaluated. Also of a table of blocks that are taken.
@@ -169,6 +175,7 @@ class RandomBlocks(Rule):
     seed: int
 
     grows = False  # blocks are drawn from all there are
+    allows_negative_keys = False  # and are counted from position 0
 
     def evaluate(self, index: Index) -> Tensor:
         kv_blocks = -(-index.kv_len // self.block_size)
@@ -244,7 +251,7 @@ class PrefixLM(PerSequence):
     prefix: tuple[int, ...]
 
     def evaluate(self, index: Index) -> Tensor:
-        return (index.kv < _per_batch(self.prefix, index)) | (index.q >= index.kv)
+        return _among_first(_per_batch(self.prefix, index), index.kv) | (index.q >= index.kv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -261,7 +268,7 @@ class Padding(PerSequence):
             )
 
     def evaluate(self, index: Index) -> Tensor:
-        return index.kv < _per_batch(self.lengths, index)
+        return _among_first(_per_batch(self.lengths, index), index.kv)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -327,10 +334,12 @@ class Documents(PerSequence):
     def evaluate(self, index: Index) -> Tensor:
         table = torch.as_tensor(self._ids, device=index.device)
         b = index.b if len(table) > 1 else torch.zeros_like(index.b)[:1]
-        # Rows before the first and past the last document (by a query offset) belong to no document.
-        inside = (index.q >= 0) & (index.q < self.length)
-        q_doc = table[b, index.q.clamp(0, self.length - 1)]
-        return (q_doc == table[b, index.kv]) & (q_doc >= 0) & inside
+        q_doc, kv_doc = (
+            # Positions before the first and past the last document (by an offset) belong to no document.
+            torch.where((x >= 0) & (x < self.length), table[b, x.clamp(0, self.length - 1)], -1)
+            for x in (index.q, index.kv)
+        )
+        return (q_doc == kv_doc) & (q_doc >= 0)
 
     def __repr__(self) -> str:
         """Cumulative lengths where the documents are numbered in order, else one id per token."""
@@ -349,7 +358,7 @@ class Neighborhood2D(Rule):
     width: int
     kernel: tuple[int, int]
 
-    allows_negative_queries = False  # the grid has no rows before its first
+    allows_negative_queries = allows_negative_keys = False  # the grid has no rows before its first
 
     @property
     def row_orders(self) -> tuple[str, ...]:

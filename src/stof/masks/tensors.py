@@ -64,6 +64,10 @@ class DenseMask(Mask):
         keep = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape))
         return keep.expand(-1, -1, q_len, -1) if keep.shape[2] == 1 else keep
 
+    def as_tensor(self, q_len: int, kv_len: int) -> Tensor:
+        del kv_len
+        return self.for_rows(q_len)
+
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         """By comparing the tensors, which ends at the first difference on a CPU."""
         del mask_batch, mask_heads

@@ -10,6 +10,9 @@ from stof.masks.functions import forget_functions
 from stof.plans.plan import Plan
 from stof.runtime.locks import ForkSafeLock
 
+# Calls by which plans are found; a plan serves calls of many batch sizes.
+_MOST_CALLS = 1024
+
 
 @dataclass(frozen=True)
 class CacheInfo:
@@ -27,10 +30,12 @@ class PlanCache:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
         self._lock = ForkSafeLock()
         self._hits = self._misses = 0
 
-    def get(self, key: Hashable) -> Plan | None:
+    def get(self, key: Hashable, call: Hashable = None) -> Plan | None:
+        """Return the plan with this key, which `of_call` then finds by `call` too."""
         with self._lock:
             found = self._plans.get(key)
             if found is None:
@@ -38,16 +43,25 @@ class PlanCache:
                 return None
             self._hits += 1
             self._plans.move_to_end(key)
+            if len(self._keys) >= _MOST_CALLS:
+                self._keys.clear()
+            self._keys[call] = key
             return found
 
-    def put(self, key: Hashable, plan: Plan) -> None:
+    def of_call(self, call: Hashable) -> Plan | None:
+        """Return the plan that was stored or found for an equal call, None if it was dropped."""
+        key = self._keys.get(call)
+        return None if key is None else self.get(key, call)
+
+    def put(self, key: Hashable, plan: Plan, call: Hashable = None) -> None:
         """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size."""
         with self._lock:
             if key in self._plans:
                 return
-            self._plans[key] = plan
+            self._plans[key], self._keys[call] = plan, key
             while len(self._plans) > self._max_entries:
                 self._plans.popitem(last=False)
+                self._keys.clear()
         # Plans grow when another implementation prepares them, so all are measured again, but not under the lock.
         total = 0
         with self._lock:
@@ -57,12 +71,14 @@ class PlanCache:
             if total > self._max_bytes and held is not plan:
                 with self._lock:
                     self._plans.pop(held_key, None)
+                    self._keys.clear()
 
     def clear(self) -> None:
         """Drop all plans, and what is known of mask functions."""
         forget_functions()
         with self._lock:
             self._plans.clear()
+            self._keys.clear()
             self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:

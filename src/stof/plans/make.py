@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError, DeviceError, MaskError, shown
-from stof.kernels.implementation import BoundCall
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -22,7 +22,7 @@ from stof.selection import MaskGeometry
 
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
 # gone; the cache drops plans, and a plan calls of other shapes.
-_IN_GRAPHS: set[BoundCall] = set()
+_IN_GRAPHS: set[Any] = set()
 
 plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 
@@ -65,6 +65,17 @@ def _check_values() -> None:
         raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
 
 
+def cached_plan(mask: Any, q: Tensor, k: Tensor) -> Plan | None:
+    """Return the plan of a call under a mask that cannot change, if such a call was made before; a look-up alone."""
+    try:
+        if not mask.may_change:
+            batch, heads, q_len, _ = q.shape
+            return plan_cache.of_call((mask.key, batch, heads, q_len, k.shape[2], q.device))
+    except (AttributeError, IndexError, RuntimeError, ValueError):
+        pass  # no mask, no tensors, or without these sizes: the caller's checks say which
+    return None
+
+
 def make_sized_plan(
     mask: Mask,
     q_len: int,
@@ -81,12 +92,13 @@ def make_sized_plan(
         raise DeviceError("a plan needs a device that holds data, got meta; give the device the calls will run on")
     check_sizes(batch, heads)
     key: Hashable = None
+    call = (mask.key, batch, heads, q_len, kv_len, device) if row_order is None and config is None else None
     mask = present(mask, device)
     if row_order is None:
         # The sizes matter only to masks that must be asked whether they depend on them.
         sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
         key = (mask.key, q_len, kv_len, sizes, str(device), config)
-        found = plan_cache.get(key)
+        found = plan_cache.get(key, call)
         if found is not None:
             return found
     refuse_capture(device)
@@ -99,5 +111,5 @@ def make_sized_plan(
         if "<" not in mask.key:
             plan.name_after(repr(key))
         plan._in_graphs = _IN_GRAPHS
-        plan_cache.put(key, plan)
+        plan_cache.put(key, plan, call)
     return plan

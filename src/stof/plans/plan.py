@@ -96,6 +96,8 @@ class Plan(Numbered):
             tells.
     """
 
+    is_dynamic = False  # whether the mask is replaced in every step
+
     def __init__(
         self,
         mask_text: str,
@@ -121,8 +123,9 @@ class Plan(Numbered):
         self._prepared: dict[KernelChoice, Any] = {}
         self._choices: Decisions = {}
         self._calls: dict[Hashable, BoundCall] = {}
-        self._in_graphs: set[BoundCall] = set()
+        self._in_graphs: set[Any] = set()
         self._layout_errors: dict[Hashable, str] = {}
+        self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
         if device.type != "cuda" and layout is not None:
             # Prepared here, so that a first call that is timed or compiled does not include it.
@@ -130,7 +133,7 @@ class Plan(Numbered):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
-        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set()}
+        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set(), "gradients": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -209,6 +212,11 @@ class Plan(Numbered):
         return None if self._origin is None else self._origin.mask
 
     @property
+    def mask_geometry(self) -> MaskGeometry | None:
+        """The mask with its lengths and sizes; None where `mask` is."""
+        return self._origin
+
+    @property
     def layout(self) -> Layout:
         """The layout that is saved, drawn and counted. Calls on a GPU may use other layouts."""
         if self._layout is None:
@@ -270,8 +278,8 @@ class Plan(Numbered):
             # An argument that is no tensor, a nested tensor, or a scale that is no number: the caller's checks refuse
             # these with a message.
             return None
-        if found is not None and capturing(self.device):
-            self._in_graphs.add(found)
+        if found is not None:
+            self.keep_in_graph(found)
         return found
 
     def store_call(self, given: tuple[Any, ...], call: BoundCall) -> None:
@@ -279,6 +287,10 @@ class Plan(Numbered):
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         self._calls[call_key(*given)] = call
+        self.keep_in_graph(call)
+
+    def keep_in_graph(self, call: Any) -> None:
+        """Keep a bound call that is being captured in a CUDA graph: replays read its memory."""
         if capturing(self.device):
             self._in_graphs.add(call)
 
@@ -371,12 +383,14 @@ class Plan(Numbered):
         return statistics(self.layout)
 
     def bytes(self) -> int:
-        """Return the bytes of all layouts, of everything prepared from them, and of tensors that the mask holds."""
+        """Return the bytes of all layouts, of what is prepared from them, and of tensors that the mask holds."""
         # list() copies: another thread may add an entry meanwhile.
         layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
+        if self.gradients is not None:
+            tensors += self.gradients.tensors()
         copies = [] if self.mask is None else self.mask.copies()
         held = sum(copy.untyped_storage().nbytes() for copy in copies)
         return held + sum(t.numel() * t.element_size() for t in tensors)

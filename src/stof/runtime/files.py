@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# What comes with the package for each device: constants of the attention cost model, and fusion's best configurations.
+DEVICE_DATA = Path(__file__).parents[1] / "device_data"
+
 # Temporary files this old belong to processes that were killed.
 _LEFTOVER_S = 24 * 3600
 # What JSON of an unexpected shape raises while it is read or converted.

@@ -2,16 +2,15 @@
 
 A program handles one work item: a fixed part (launch, first loads, last stores) plus so much per partial and per full
 tile. Programs run on `multiprocessors * occupancy` slots, longest first. A machine that is not full runs each of
-them faster. The constants come from `stof tune --device`, which measures and fits them, and lie in `data/`.
+them faster. The constants come from `stof tune --device`, which measures and fits them, and lie in `device_data/`.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import dataclass, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,47 +20,49 @@ from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_scheduler import LATE, may_split_tail
 from stof.kernels.triton.row_lists import default_config
 from stof.layout.survey import Survey, TileCounts
+from stof.runtime import files
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import ON_HOPPER, head_dim_class, loads_bias_scalar, occupancy
 
 # The device whose constants stand in for those of devices that were never tuned.
 DEFAULT_DEVICE = "NVIDIA H200"
-_DATA = resources.files("stof.selection") / "data"
 # Query rows the decode implementation takes: with the heads of a group they fill the rows of a matmul.
 DECODE_ROWS = 16
-# Of one program while another shares its multiprocessor: float16 and bfloat16, and float32 in three TF32 matmuls.
+# Operations of a program in a microsecond while another one shares its multiprocessor: in float16 and bfloat16, and in
+# float32 (three TF32 matmuls).
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
-# What a bias makes of the time of a tile, for kernels that were not measured with one. Triton's: where its values come
-# 8 at once 1.3 to 1.4 on an H200 (`h200-biases.json` against `h200-selector.json`), one by one 4 to 9 in tiles that are
-# not hopeless (`h200-selector-bias.json`, of the kernel as it was). The Hopper kernel's: up to 1.7.
+# Factors of a bias on the time of a tile, for configurations without measurements with one. The Triton kernel takes 1.3
+# to 1.4 times as long on an H200 where it loads 8 values of the bias at once (`h200-biases.json` against
+# `h200-selector.json`), and 4 to 9 times where it loads them one by one; the Hopper kernel takes up to 1.7 times.
 _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
-# And what it makes of that, for Triton's, where rows of the bias are not contiguous: T5 at 8 x 512 tokens took 191 us a
-# layer (heads last; `python -m benchmarks kernels --cases t5,8,512,full` at ca4df34), 66 with rows that were. Odd rows:
-# a guess.
+# A further factor for the Triton kernel where rows of the bias are not contiguous: T5 at 8 x 512 tokens takes 191 us a
+# layer with the heads last (`python -m benchmarks kernels --cases t5,8,512,full`) and 66 with contiguous rows. For rows
+# of odd strides it is a guess.
 _SCATTERED_BIAS_COST = 3.0
-# Of the row-wise kernel: the power of the head's width that the cost of a key follows where programs fill the machine
+# In the row-wise kernel the cost of a key grows with this power of the head's width where programs fill the machine
 # (random masks, an H200).
 _ROW_KEY_WIDTH = 0.8
 # The row-wise kernel's longest row, where programs are few: the latency of one step's loads, and each column of a step
 # (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
 _ROW_STEP_US, _ROW_COLUMN_US = 0.95, 0.008
-# Of a tile's time in 16 bits as the constants have it, what it takes in 8: `benchmarks/attention/fp8.py` took 1123 us
-# under a full mask of 8192 tokens on an H200, the transposition of V included, where they rest on 1571.
+# A tile's time in 8 bits as a share of its time in 16: under a full mask of 8192 tokens an H200 takes 1123 us, the
+# transposition of V included (`benchmarks/attention/fp8.py`), and 1571 us in 16 bits.
 _FP8_TILE = 0.73
-# Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone were to bind: not a rate
-# that was seen (tiles got 8 million at best); of 8.3 to 10 million the one with the best picks among measurements.
+# Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone binds. Fitted: of 8.3 to
+# 10 million this gives the best picks among measurements, where tiles got 8 million at best.
 _L2 = 9.4e6
 # The same for the gathered tiles of Triton's kernel at head_dim 128: 4.6 to 5.0 million under random masks of 1 to 5 %,
-# at most 5.3 under strided ones. Where row blocks share columns, the constants of tiles hold less.
+# at most 5.3 under strided ones.
 _GATHERED_L2 = 4.9e6
 # Factor on the constant of partial tiles, by head_dim, where the Hopper kernel rescales them lazily because there are
-# no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants are older than that.
+# no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants
+# were measured without lazy rescaling.
 _LAZY_PARTIAL = {64: 0.82, 128: 0.9}
 # Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
 _WAVES = 12
-# What PyTorch takes to lay a bias out in other rows, against copying it as it lies: a guess, its reads are scattered.
+# How much longer PyTorch takes to copy a bias into other rows than as it lies: a guess, since its reads are scattered.
 _SCATTERED = 4.0
 # The launch that compacts keys, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
 _COMPACTION_US = 1.5
@@ -126,7 +127,7 @@ class DeviceModel:
         return (
             f"{self.stands_in_for} was never tuned, so kernels are chosen by times estimated with the constants of "
             f"{self.device}: results are right, but a faster kernel may be passed over. `stof tune --device --output "
-            f"{_DATA / slug(self.stands_in_for)}.json` measures this GPU, and later processes use what it writes"
+            f"{_data_file(self.stands_in_for)}` measures this GPU, and later processes use what it writes"
         )
 
 
@@ -138,7 +139,7 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
     hopper = choice.implementation in ON_HOPPER
     # Tiles of compacted columns are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
     slab = None if hopper and (layout.compact_columns or kernel.paired) else layout.slab
-    # Decoding moves the same bytes whatever its few rows are.
+    # Decoding is bound by memory: its time does not depend on the number of rows.
     rows = "" if choice.implementation == "decode" else str(layout.block_m)
     parts = [
         choice.implementation,
@@ -147,7 +148,7 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
         "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
         f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
         *(["paired"] if kernel.paired else []),
-        # Rows that do not follow each other are read one by one; where they are evenly spaced, TMA does not notice.
+        # The Triton kernels read permuted rows one by one. TMA reads evenly spaced rows at full speed.
         *(["permuted"] if choice.row_order is not None and not hopper else []),
         *(["bias"] if call.has_bias else []),
     ]
@@ -156,24 +157,21 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
 
 def load_model(device: str) -> DeviceModel:
     """Constants of a device by its name; for one that was never tuned those of the H200, which say so."""
-    own = _load(slug(device))
-    return own or replace(_tuned(_load(slug(DEFAULT_DEVICE))), stands_in_for=device)
+    tuned = _load(_data_file(device))
+    if tuned is not None:
+        return tuned
+    default = _load(_data_file(DEFAULT_DEVICE))
+    assert default is not None
+    return replace(default, stands_in_for=device)
 
 
-def slug(device: str) -> str:
-    """A device's name as a file's."""
-    return device.lower().replace(" ", "-")
-
-
-def _tuned(model: DeviceModel | None) -> DeviceModel:
-    assert model is not None, f"the package's file of {DEFAULT_DEVICE} is missing"
-    return model
+def _data_file(device: str) -> Path:
+    return files.DEVICE_DATA / f"cost-model-{files.slug(device)}.json"
 
 
 @functools.cache
-def _load(name: str) -> DeviceModel | None:
-    file = _DATA / f"{name}.json"
-    return model_from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+def _load(path: Path) -> DeviceModel | None:
+    return model_from_dict(files.read_json(path)) if path.is_file() else None
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:
@@ -259,8 +257,8 @@ def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTi
     if times is None and call.has_bias:
         # The Hopper kernel has fewer stages where tiles of a bias take their place.
         plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
-        found = (_times(like, replace(call, has_bias=False), model) for like in plain)
-        times = next(filter(None, found), None)
+        estimates = (_times(like, replace(call, has_bias=False), model) for like in plain)
+        times = next(filter(None, estimates), None)
         times = times and _costlier(times, _bias_cost(choice, call))
     return times
 

@@ -36,8 +36,8 @@ def own_layout(
         orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         others = [built(layout.config, orders.rows(name)) for name in orders.names]
         if not any(_denser(other, layout) for other in others):
-            found = orders.found()
-            others += [] if found is None else [built(layout.config, orders.rows(found))]
+            clustered = orders.found()
+            others += [] if clustered is None else [built(layout.config, orders.rows(clustered))]
         best = min(others, key=lambda other: statistics(other).computed, default=layout)
         if _denser(best, layout):
             return best

@@ -61,14 +61,15 @@ _CHUNK_KEYS = (512, 1024, 2048, 4096)
 # whether its thread blocks are of one warpgroup. Those of several merge a step for every doubling; more never paid:
 # Longformer's 8192 tokens of 128 took 227 us instead of 171. Those of one read all others back at the end.
 _ENOUGH, _MOST_CHUNKS = 256, {False: 4, True: 8}
-# What these are cut into besides: six chunks of Longformer's 4096 tokens of 64 are 5 % faster than four or eight.
+# Further numbers of chunks: six for Longformer at 4096 tokens, head_dim 64, are 5 % faster than four or eight.
 _CHUNK_KEYS_OF_ONE = 768
 # Tiles of a row block, on average, from which on three thread blocks on a multiprocessor cannot be fed: wider tiles are
 # 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8. And tiles of the row block in which
 # the average tile is: wider ones are 5 % slower for windows, whose row blocks are alike, at 8.8, and 5 % faster for
 # causal masks at 11.
 _LONG, _MOSTLY_LONG = 8, 10.5
-# And from which on pairs lose: at 64 (causal, 8192 tokens) 10 %; at 16 (full, 1024) they win by 1 %.
+# Tiles of a row block from which on pairs are slower: by 10 % at 64 (causal, 8192 tokens); at 16 (full, 1024) they are
+# 1 % faster.
 _LONG_PAIRS = 24
 # As `L2_SHARE`. The Hopper kernel's thread blocks keep step less well, so they want more room.
 _HOPPER_L2_SHARE = 16 * 2**20
@@ -81,8 +82,8 @@ def gpu_choices(
 
     With `found_order`, those that take the rows in that order.
     """
-    own: tuple[str | None, ...] = (None, *(() if geometry.fixed else geometry.row_orders))
-    orders = own if found_order is None else (found_order,)
+    named: tuple[str | None, ...] = (None, *(() if geometry.fixed else geometry.row_orders))
+    orders = named if found_order is None else (found_order,)
     if implementation == "hopper":
         return _hopper_choices(call, geometry, orders)
     if implementation == "hopper_fp8":
@@ -129,7 +130,7 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
             if layout.slab is None and not call.has_bias and one_copy:
                 choices += _variants(KernelChoice("hopper", layout, order, replace(kernel, zero_unseen=True)), call)
             if _can_pair(layout, order, call):
-                # Without splits: splitting paired row blocks was never faster.
+                # Without splits: splitting paired row blocks is not faster in any measured cell.
                 paired = replace(kernel, num_stages=_PAIRED_STAGES, paired=True)
                 choices.append(KernelChoice("hopper", layout, order, paired))
     return choices
@@ -152,7 +153,7 @@ def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
     layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, compact_columns=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
-    return [choice for own in layouts for choice in _variants(KernelChoice("hopper_fp8", own, None, kernel), call)]
+    return [choice for one in layouts for choice in _variants(KernelChoice("hopper_fp8", one, None, kernel), call)]
 
 
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
@@ -191,11 +192,11 @@ def reads_unseen_too(choice: KernelChoice, refused: KernelChoice) -> bool:
 
     Some slab then holds seen and unseen keys, and so do the wider slabs and contiguous tiles that contain it.
     """
-    own, other = choice.layout, refused.layout
-    if own is None or other is None or 1 in (own.slab, other.slab) or choice.row_order != refused.row_order:
+    layout, other = choice.layout, refused.layout
+    if layout is None or other is None or 1 in (layout.slab, other.slab) or choice.row_order != refused.row_order:
         return False
     zeroed = choice.kernel is not None and choice.kernel.zero_unseen
-    return not zeroed and own.slab_columns % other.slab_columns == 0
+    return not zeroed and layout.slab_columns % other.slab_columns == 0
 
 
 def geometries(choices: list[KernelChoice]) -> tuple[LayoutConfig, ...]:

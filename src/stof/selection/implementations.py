@@ -14,19 +14,47 @@ import torch
 
 from stof.kernels.config import KernelConfig
 from stof.kernels.cpu import make_schedule, row_block_attention
+from stof.kernels.cpu.backward import row_block_backward
 from stof.kernels.hopper import prepare as hopper
-from stof.kernels.implementation import Bind, bind_nothing, bind_of
+from stof.kernels.implementation import (
+    BackwardCall,
+    Bind,
+    backward_of,
+    bind_backward_of,
+    bind_nothing,
+    bind_of,
+)
 from stof.kernels.quantization import FP8
 from stof.kernels.torch.batched import batched_attention, make_batched
-from stof.kernels.torch.reference import reference_in_q_order
+from stof.kernels.torch.reference import dense_backward, reference_in_q_order
+from stof.kernels.triton.backward_tiles import PreparedBackward, prepare_backward
 from stof.kernels.triton.row_lists import prepare as prepare_rows
 from stof.kernels.triton.work_list import prepare as prepare_work
 from stof.layout import Layout
-from stof.selection.capabilities import Capabilities
+from stof.selection.backward_tilings import BackwardTiling, triton_tilings
+from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.cost_model import DECODE_ROWS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How an implementation computes gradients, of calls that any implementation computed.
+
+    Attributes:
+        capabilities: what it can run; the row order does not matter.
+        tilings: for a call, the layouts and configurations to try, best first.
+        prepare: `(layout_of, tiling) -> prepared`, where `layout_of(config, transposed=)` gives a layout of the mask
+            (rows are queries) or of the transposed mask (rows are keys), and `layout_of(None)` the plan's.
+        bind: `(q, k, v, out, d_out, d_lse, prepared, options, needs) -> call`, see `BackwardCall`.
+    """
+
+    capabilities: Capabilities
+    tilings: Callable[[CallSpec], tuple[BackwardTiling, ...]]
+    prepare: Callable[[Callable[..., Layout], BackwardTiling], Any]
+    bind: Callable[..., BackwardCall]
 
 
 @dataclass(frozen=True)
@@ -42,6 +70,7 @@ class Implementation:
             `stof.kernels.implementation.tensors_of`.
         bind: `(q, k, v, prepared, options) -> call`; `call(q, k, v, bias, sinks, *scales) -> (out, lse)` serves all
             calls with tensors of these shapes, strides and dtypes.
+        backward: how it computes gradients; None where another implementation's backward serves.
     """
 
     name: str
@@ -49,11 +78,19 @@ class Implementation:
     capabilities: Capabilities
     prepare: Callable[[Layout, KernelConfig | None], Any]
     bind: Bind
+    backward: Backward | None = None
 
 
 _TRITON = Capabilities(
     devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
 )
+
+
+def _triton_backward(layout_of: Callable[..., Layout], tiling: BackwardTiling) -> PreparedBackward:
+    return prepare_backward(
+        layout_of(tiling.dq_layout), layout_of(tiling.dkv_layout, transposed=True), tiling.dq, tiling.dkv
+    )
+
 
 # In order of preference: the first that refuses nothing runs.
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -65,6 +102,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
             prepare=lambda layout, config: make_schedule(layout),
             bind=bind_nothing(row_block_attention),
+            backward=Backward(
+                capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
+                tilings=lambda call: (BackwardTiling(),),
+                prepare=lambda layout_of, tiling: make_schedule(layout_of(None)),
+                bind=bind_backward_of(row_block_backward),
+            ),
         ),
         Implementation(
             name="hopper",
@@ -104,6 +147,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=_TRITON,
             prepare=prepare_work,
             bind=bind_of("stof.kernels.triton.block_wise"),
+            backward=Backward(
+                capabilities=_TRITON,
+                tilings=triton_tilings,
+                prepare=_triton_backward,
+                bind=backward_of("stof.kernels.triton.backward"),
+            ),
         ),
         Implementation(
             name="decode",
@@ -132,6 +181,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=Capabilities(devices=(), dtypes=FLOATS),
             prepare=lambda layout, config: layout.to_dense(),
             bind=bind_nothing(reference_in_q_order),
+            backward=Backward(
+                capabilities=Capabilities(devices=(), dtypes=FLOATS),
+                tilings=lambda call: (BackwardTiling(),),
+                prepare=lambda layout_of, tiling: layout_of(None).to_dense(),
+                bind=bind_backward_of(dense_backward),
+            ),
         ),
     )
 }

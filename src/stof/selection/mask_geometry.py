@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
-from stof.layout.orders.search import RowOrders
+from stof.layout.build.host_first import host_mask
+from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 
@@ -53,11 +54,7 @@ class LayoutGeometry(Geometry):
 
 
 class MaskGeometry(Geometry):
-    """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`.
-
-    Attributes:
-        orders: the mask's row orders.
-    """
+    """Answers by looking at the mask, on any device; every layout can be built. Arguments as for `build_layout`."""
 
     def __init__(
         self,
@@ -71,30 +68,43 @@ class MaskGeometry(Geometry):
     ) -> None:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
         self.batch, self.heads, self.device = batch, heads, torch.device(device)
-        self.orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-        self.row_orders = self.orders.names
+        self.row_orders = fitting_orders(mask, q_len)
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
+
+    @functools.cached_property
+    def _evaluated(self) -> tuple[Mask, torch.device]:
+        """The mask that is evaluated, and where; decided when it is first evaluated, since a copy waits for the GPU."""
+        sizes = self.mask.dims(self.batch, self.heads, self.device)
+        on_host = host_mask(self.mask, self.q_len, self.kv_len, sizes, self.device)
+        return (self.mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
+
+    @functools.cached_property
+    def orders(self) -> RowOrders:
+        """The mask's row orders."""
+        mask, place = self._evaluated
+        return RowOrders(mask, self.q_len, self.kv_len, batch=self.batch, heads=self.heads, device=place)
 
     def found_order(self) -> str | None:
         return self.orders.found()
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         """The layout under some block sizes and a row order by its name."""
-        return self._by(build_layout, config, row_order)
+        return self._by(build_layout, config, row_order).to(self.device)
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         key = (geometries, row_order)
-        found = self._surveys.get(key)
-        if found is None:
-            found = self._surveys[key] = self._by(survey, geometries, row_order)
-        return found
+        counts = self._surveys.get(key)
+        if counts is None:
+            counts = self._surveys[key] = self._by(survey, geometries, row_order)
+        return counts
 
     def own_order_survey(self, geometry: LayoutConfig) -> Survey:
         """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""
-        made = (found for (counted, order), found in self._surveys.items() if order is None and geometry in counted)
+        made = (counts for (counted, order), counts in self._surveys.items() if order is None and geometry in counted)
         return next(made, None) or self.survey((geometry,), None)
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""
-        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self.device}
-        return function(self.mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))
+        mask, place = self._evaluated
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": place}
+        return function(mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))

@@ -74,8 +74,8 @@ class Explanation(list[Candidate]):
         token_order: an order of the tokens that computes less, None if none is known.
     """
 
-    def __init__(self, found: Iterable[Candidate] = (), token_order: TokenOrder | None = None) -> None:
-        super().__init__(found)
+    def __init__(self, candidates: Iterable[Candidate] = (), token_order: TokenOrder | None = None) -> None:
+        super().__init__(candidates)
         self.token_order = token_order
 
     def __str__(self) -> str:
@@ -150,13 +150,13 @@ def candidates(
         return _candidates(call, device, geometry, model, layout_errors)
     on_gpu = device is not None and device.type == "cuda"
     before_us = widening_us(call, _model_and_limit(device, model)[0]) if device is not None and on_gpu else 0.0
-    found = [c for c in _candidates(call, device, geometry, model, layout_errors) if takes(c.name, call)]
+    weighed = [c for c in _candidates(call, device, geometry, model, layout_errors) if takes(c.name, call)]
     for candidate in _candidates(wide, device, geometry, model, layout_errors):
         if not takes(candidate.name, call):
             choice = candidate.choice and replace(candidate.choice, widened=True)
             us = None if candidate.estimate_us is None else candidate.estimate_us + before_us
-            found.append(replace(candidate, choice=choice, estimate_us=us))
-    return _ranked([c for c in found if not c.refusals]) + [c for c in found if c.refusals]
+            weighed.append(replace(candidate, choice=choice, estimate_us=us))
+    return _ranked([c for c in weighed if not c.refusals]) + [c for c in weighed if c.refusals]
 
 
 def takes(name: str, call: CallSpec) -> bool:
@@ -203,10 +203,10 @@ def _candidates(
                 refused.append(Candidate(name, ("the plan's layout has tiles it does not take",)))
     if modelled and device is not None and geometry is not None:
         on_gpu = _OnGpu(call, device, geometry, layout_errors, *_model_and_limit(device, model))
-        good, bad, waste = on_gpu.weigh([choice for own in modelled.values() for choice in own])
-        found = geometry.found_order() if _search_pays(waste) else None
-        if found is not None:
-            more, worse, _ = on_gpu.weigh([c for name in modelled for c in gpu_choices(call, geometry, name, found)])
+        good, bad, waste = on_gpu.weigh([choice for choices in modelled.values() for choice in choices])
+        order = geometry.found_order() if _search_pays(waste) else None
+        if order is not None:
+            more, worse, _ = on_gpu.weigh([c for name in modelled for c in gpu_choices(call, geometry, name, order)])
             good, bad = good + more, bad + worse
         runs, refused = runs + good, refused + bad
     return _ranked(runs) + refused
@@ -253,10 +253,10 @@ class _OnGpu:
 
     def error(self, choice: KernelChoice) -> str | None:
         """Why a choice that its implementation's capabilities allow cannot run all the same."""
-        found = failures.reason(choice, self.call, self.device) or self.layout_errors.get(choice.layout_key)
-        if found is None and not fits(choice, self.call, self.limit):
-            found = f"needs more shared memory than the {self.limit} bytes of this device"
-        return found
+        reason = failures.reason(choice, self.call, self.device) or self.layout_errors.get(choice.layout_key)
+        if reason is None and not fits(choice, self.call, self.limit):
+            reason = f"needs more shared memory than the {self.limit} bytes of this device"
+        return reason
 
     def _fits_as_it_is(self, choice: KernelChoice) -> bool:
         """Whether keys need no copy, as far as is known."""
@@ -299,8 +299,8 @@ class _OnGpu:
 
 def _search_pays(waste: dict[str | None, float]) -> bool:
     """Whether the rows' own order wastes much, and no order that the mask names helps."""
-    own = waste.get(None, 0.0)
-    return own > GOOD_ENOUGH and min(waste.values()) > WORTH * own
+    usual = waste.get(None, 0.0)
+    return usual > GOOD_ENOUGH and min(waste.values()) > WORTH * usual
 
 
 def device_model(device: torch.device) -> DeviceModel:

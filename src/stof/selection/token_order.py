@@ -94,21 +94,21 @@ def better_token_order(
     if length != geometry.kv_len or length**2 * distinct > most:
         return None
     options: dict[str, Any] = {"batch": sizes[0], "heads": sizes[1], "device": geometry.device}
-    found = []
+    orders = []
     for text, order in dict(_token_order(name, length) for name in geometry.orders.regular()).items():
         order = order.to(geometry.device)
         moved = _InOrder(reordered(geometry.mask, order, order), length, length, **options)
         if layout is not None:
             scores, scores_now = (_scores_of(each) for each in (moved.build(layout.config, None), layout))
-            found.append(TokenOrder(text, layout.config, scores, scores_now))
+            orders.append(TokenOrder(text, layout.config, scores, scores_now))
             continue
         best, best_now = (candidates(call, device, each, model)[0] for each in (moved, geometry))
         tiles = None if best.choice is None else best.choice.layout
         if tiles is not None and best.estimate_us is not None and best_now.estimate_us is not None:
             counted = [each.own_order_survey(tiles) for each in (moved, geometry)]
             scores, scores_now = (each.scores_of(tiles) // len(each.kept) for each in counted)
-            found.append(TokenOrder(text, tiles, scores, scores_now, best.estimate_us, best_now.estimate_us))
-    helpful = [one for one in found if one.helps]
+            orders.append(TokenOrder(text, tiles, scores, scores_now, best.estimate_us, best_now.estimate_us))
+    helpful = [one for one in orders if one.helps]
     return min(helpful, key=lambda one: (one.estimate_us or 0.0, one.scores), default=None)
 
 

@@ -1,1 +1,1 @@
-"""Timing that can be believed, and (later) the store of measured choices. Imports nothing of STOF but errors."""
+"""Timing of calls on CPUs and GPUs, capture of CUDA graphs, and names of devices and versions."""

@@ -24,19 +24,19 @@ def captured(call: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None)
         Whatever the call raises, or PyTorch because something cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
-    # Known by name: a graph whose capture failed does not tell.
-    own = torch.cuda.graph_pool_handle() if pool is None else pool
+    # Chosen here: a graph whose capture failed does not return its pool.
+    graph_pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
-        # The outer context: where a capture fails, PyTorch's own leaves the thread on the stream that it captured on.
+        # `torch.cuda.graph` leaves the thread on the capture stream if the capture fails; this context restores it.
         # Other threads may go on using the GPU while this one captures.
         with (
             own_capture(),
             torch.cuda.stream(stream),
-            torch.cuda.graph(graph, pool=own, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=graph_pool, stream=stream, capture_error_mode="thread_local"),
         ):
             out = call()
     except BaseException:
-        _recover(own, stream)
+        _recover(graph_pool, stream)
         raise
     return graph, out
 

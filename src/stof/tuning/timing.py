@@ -31,7 +31,7 @@ _REPLAY_US, _MOST_REPEATS = 2000.0, 20
 # Half of a call's times are to lie within this share of their median, far more than a replay's own jitter. Else the
 # rounds asked for are taken again, this often in all.
 _SCATTER, _MOST_TURNS = 0.25, 4
-# Fewer times do not tell how much they scatter.
+# The scatter of fewer times says nothing.
 _LEAST_TIMES = 3
 
 _Run = Callable[[], object]

@@ -14,16 +14,15 @@ _LIBRARY = OpOverload | OpOverloadPacket | HigherOrderOperator
 
 
 class GraphOrder:
-    """Positions of the nodes of an unchanging graph, and of the nodes that write."""
+    """Positions of the nodes of an unchanging graph, and of the nodes that may write to floating-point tensors."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes = [place for node, place in self.place.items() if mutates_floats(node)]
-        self.all_writes = [place for node, place in self.place.items() if mutates(node)]
 
-    def writes_between(self, first: int, last: int, *, floats: bool = True) -> bool:
-        """Whether a node between two positions writes to a tensor; with `floats`, to a floating-point tensor."""
-        return any(first <= place <= last for place in (self.writes if floats else self.all_writes))
+    def writes_between(self, first: int, last: int) -> bool:
+        """Whether a node between two positions may write to a floating-point tensor; segments read no others."""
+        return any(first <= place <= last for place in self.writes)
 
 
 def mutates(node: fx.Node) -> bool:
@@ -52,7 +51,7 @@ _PYTHON_WRITES = {
 
 
 def mutates_floats(node: fx.Node) -> bool:
-    """Whether a node may write to a floating-point tensor; segments hold no others."""
+    """Whether a node may write to a floating-point tensor."""
     if not mutates(node):
         return False
     changed = fake_value(_changed(node))

@@ -27,7 +27,6 @@ from stof.fusion.graph.nodes import (
     source_of,
 )
 from stof.fusion.graph.operators import ATTENTION_OPERATORS, Kind, Operator
-from stof.fusion.graph.weight_only_quant import quantised_weight, scaled_product
 
 _ATTENTION = {"scaled_dot_product_attention", "stof.attention", *ATTENTION_OPERATORS, "flex_attention"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mm", "addmm"}
@@ -41,15 +40,15 @@ def recognize_operators(graph: fx.Graph) -> list[Operator]:
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    found: list[Operator] = []
+    operators: list[Operator] = []
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method") or node in taken:
             continue
         operator = _recognise(node, order, taken)
         if operator is not None:
             taken.update(operator.nodes)
-            found.append(operator)
-    return sorted(found, key=lambda operator: order[operator.root])
+            operators.append(operator)
+    return sorted(operators, key=lambda operator: order[operator.root])
 
 
 def _recognise(node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]) -> Operator | None:
@@ -97,9 +96,6 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
     width = weight_value.shape[1 if transposed else 0]
     if bias_value is not None and not same_size(bias_value.shape, (width,)):
         return None
-    # A weight `[K, N]` with a factor for each row has one for each column of x.
-    quantized = None if transposed else quantised_weight(weight)
-    inside |= set() if quantized is None else quantized.nodes
     viewed = x
     if is_row_view(x) and all(user in inside for user in x.users):
         viewed = source_of(x)
@@ -108,18 +104,8 @@ def _linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
         if value is not None and same_size((*value.shape[:-1], width), out.shape):
             inside |= {x} if source is not x else set()
             nodes = _ordered(inside, order)
-            return Operator(Kind.LINEAR, node, nodes, (source,), weight, bias, transposed, quantized=quantized)
+            return Operator(Kind.LINEAR, node, nodes, (source,), weight, bias, transposed)
     return None
-
-
-def _scaled_linear(node: fx.Node, order: dict[fx.Node, int]) -> Operator | None:
-    """A GEMM with 8-bit values whose result is scaled by columns."""
-    read = scaled_product(node)
-    if read is None:
-        return None
-    x, weight, bias, quantized = read
-    nodes = _ordered(quantized.nodes, order)
-    return Operator(Kind.LINEAR, node, nodes, (x,), weight, bias, quantized=quantized)
 
 
 def _product(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
@@ -293,4 +279,4 @@ def _ordered(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> tuple[fx.No
 
 
 _Rule = Callable[[fx.Node, dict[fx.Node, int]], Operator | None]
-_RULES: tuple[_Rule, ...] = (_attention, _scaled_linear, _linear, _norm, _gate, _activation, _rotary, _residual)
+_RULES: tuple[_Rule, ...] = (_attention, _linear, _norm, _gate, _activation, _rotary, _residual)

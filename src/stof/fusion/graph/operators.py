@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from stof.fusion.graph.nodes import fake_value, op_name
 from stof.fusion.graph.symbolic_shapes import Values, size_hint
-from stof.fusion.graph.weight_only_quant import QuantizedWeight
 
 
 class Kind(str, Enum):
@@ -29,17 +28,18 @@ class Kind(str, Enum):
     RESIDUAL = "residual"
     OTHER = "other"
 
-    __str__ = str.__str__  # as `enum.StrEnum` of Python 3.11 has it
-
     @property
     def compute_intensive(self) -> bool:
         """The paper's CI class (GEMMs inside); everything else is MI, bound by memory."""
         return self in (Kind.LINEAR, Kind.ATTENTION, Kind.MATMUL)
 
+    def __str__(self) -> str:
+        return self.value
 
-# As `op_name` tells them.
+
+# Names as `op_name` returns them.
 ATTENTION_OPERATORS = ("stof.masked_attention", "stof.varying_attention")
-# Operators of a segment that are told one by one.
+# Segments of at most so many operators are described operator by operator.
 _FEW = 4
 NORMS = {Kind.RMS_NORM: "rms", Kind.LAYER_NORM: "layer"}
 
@@ -60,9 +60,6 @@ class Operator:
         activation: of ACTIVATION and GATE: "gelu", "gelu_tanh", "relu" or "silu".
         eps: of norms.
         foldable: of norms: whether the weight may be folded into the GEMM that follows.
-        quantized: of LINEAR: what the weight is made of, if that is 8-bit values and factors; when those follow the
-            GEMM, `weight` has the values alone.
-        chainable: of LINEAR: whether it may be one of two GEMMs in a kernel (experimental).
     """
 
     kind: Kind
@@ -75,8 +72,6 @@ class Operator:
     activation: str = "none"
     eps: float = 0.0
     foldable: bool = False
-    quantized: QuantizedWeight | None = None
-    chainable: bool = False
 
     @property
     def value(self) -> Tensor:
@@ -91,13 +86,12 @@ class Operator:
         """Short text for people: `linear 768>3072`, `gelu`, `rms_norm`; what is of no known kind by its function."""
         if self.kind is Kind.LINEAR:
             n, k = self.weight_size
-            stored = "" if self.quantized is None else f"{dtype_name(self.quantized.values)} "
-            return f"{stored}linear {k}>{n}"
+            return f"linear {k}>{n}"
         if self.kind is Kind.ACTIVATION:
             return self.activation
         if self.kind is Kind.OTHER:
             return op_name(self.root) or _full_name(self.root.target).rpartition(".")[2]
-        return f"{self.activation} gate" if self.kind is Kind.GATE else str(self.kind)
+        return f"{self.activation} gate" if self.kind is Kind.GATE else self.kind.value
 
     @property
     def is_stof_attention(self) -> bool:
@@ -118,16 +112,10 @@ class Operator:
         Symbolic sizes count at the values of `at`, else at those of the call that is being compiled.
         """
         shapes = tuple(_form(node, at) for node in (*self.inputs, self.weight, self.bias))
-        own: tuple[Any, ...] = (str(self.kind), self.activation, self.eps, self.transposed)
+        options: tuple[Any, ...] = (self.kind.value, self.activation, self.eps, self.transposed)
         if self.kind is Kind.OTHER:
-            own += (op_name(self.root) or _full_name(self.root.target),)
-        if self.quantized is not None:
-            own += (
-                self.quantized.scale_after_matmul,
-                _form(self.quantized.values, at),
-                _form(self.quantized.scale, at),
-            )
-        return (*own, shapes, _form(self.root, at))
+            options += (op_name(self.root) or _full_name(self.root.target),)
+        return (*options, shapes, _form(self.root, at))
 
 
 def in_words(operators: Sequence[Operator]) -> str:
@@ -154,11 +142,4 @@ def _form(node: fx.Node | None, at: Values | None) -> str:
     if value is None:
         return "?"
     sizes = [size_hint(size, at) for size in value.shape]
-    return f"{dtype_name(node)}{sizes}@{value.device.type}"
-
-
-def dtype_name(node: fx.Node) -> str:
-    """Of a node's tensor: `float16`."""
-    value = fake_value(node)
-    assert value is not None
-    return str(value.dtype).removeprefix("torch.")
+    return f"{str(value.dtype).removeprefix('torch.')}{sizes}@{value.device.type}"

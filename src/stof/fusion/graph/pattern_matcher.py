@@ -94,13 +94,13 @@ def _matches(pattern: Pattern, at: Any, match: Match) -> Iterator[Match]:
                 yield match
         case Constant(name):
             given = scalar_value(at)
-            if given is not None and (found := match.bind(name, given)):
-                yield found
+            if given is not None and (bound := match.bind(name, given)):
+                yield bound
         case Var(name, vector):
             if isinstance(at, fx.Node) and (not vector or ((v := fake_value(at)) is not None and v.dim() == 1)):
-                found = match.bind(name, at)
-                if found:
-                    yield found
+                bound = match.bind(name, at)
+                if bound:
+                    yield bound
         case Cast(inner):
             leaf = isinstance(inner, Var)
             while is_cast(at):
@@ -123,8 +123,8 @@ def _sequence(patterns: tuple[Pattern, ...], args: tuple[Any, ...], match: Match
     if not patterns:
         yield match
         return
-    for found in _matches(patterns[0], args[0], match):
-        yield from _sequence(patterns[1:], args[1:], found)
+    for matched in _matches(patterns[0], args[0], match):
+        yield from _sequence(patterns[1:], args[1:], matched)
 
 
 def _over_last(node: fx.Node) -> bool:
@@ -135,12 +135,14 @@ def _over_last(node: fx.Node) -> bool:
 
 def find(pattern: Pattern, root: fx.Node) -> Match | None:
     """The first way a pattern matches at `root` such that only `root`'s value is used outside the match."""
-    for found in _matches(pattern, root, Match()):
-        nodes = set(found.nodes)
-        # A cast of the input may serve others as well; it is then an input's affair and stays in the graph.
-        nodes |= {leaf for leaf in found.leaves if all(user in nodes or user in found.leaves for user in leaf.users)}
+    for candidate in _matches(pattern, root, Match()):
+        nodes = set(candidate.nodes)
+        # A cast of the input that others read as well is no part of the match and stays in the graph.
+        nodes |= {
+            leaf for leaf in candidate.leaves if all(user in nodes or user in candidate.leaves for user in leaf.users)
+        }
         if all(user in nodes for node in nodes if node is not root for user in node.users):
-            return Match(found.bound, frozenset(nodes))
+            return Match(candidate.bound, frozenset(nodes))
     return None
 
 

@@ -21,9 +21,9 @@ def size_hint(size: Size, at: Values | None = None) -> int:
     if isinstance(size, int):
         return size
     if at:
-        found = size.node.expr.xreplace(at)
-        if found.is_number:
-            return int(found)
+        value = size.node.expr.xreplace(at)
+        if value.is_number:
+            return int(value)
     return int(size.node.hint) if size.node.has_hint() else 1
 
 

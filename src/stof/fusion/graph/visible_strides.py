@@ -65,7 +65,7 @@ def _visible(gm: fx.GraphModule, relaid: Mapping[fx.Node, Tensor]) -> set[fx.Nod
     if problem and run.reached is not None:
         seen.update(run.reached.all_input_nodes)
     causes = _origins(seen & moved, moved) & relaid.keys()
-    # A failure that no changed value explains: nothing is known of what follows it.
+    # No changed value explains the failure, so nothing is known of the nodes after it: all keep their strides.
     return set(relaid) if problem and not causes else causes
 
 

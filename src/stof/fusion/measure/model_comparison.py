@@ -49,7 +49,7 @@ class ModelComparison:
         device = devices[0] if devices else torch.device("cpu")
         calls = {name: lambda version=version: version(*args) for name, version in self.versions.items()}
         self.winner = self.versions[self.settle(self.timer(calls, device))]
-        self.versions.clear()  # what lost may be freed
+        self.versions.clear()  # frees the slower versions
 
 
 def pick_winner(reports: Mapping[str, FusionReport], times: Mapping[str, float]) -> tuple[str, FusionReport]:

@@ -18,7 +18,7 @@ import torch
 from stof.fusion.measure.segment_timer import bound_call, random_inputs
 from stof.fusion.planner.match import TemplateMatch
 
-# A kernel of Triton's and, as text, the specialization to compile.
+# A Triton kernel, and the specialization to compile as text.
 Specialization = tuple[Any, str]
 
 
@@ -33,15 +33,15 @@ def compile_candidates(wanted: Iterable[tuple[TemplateMatch, Sequence[str]]]) ->
             continue
         with torch.no_grad():
             inputs = random_inputs(match)
-            found = by_device.setdefault(match.problem.device, [])
+            kernels = by_device.setdefault(match.problem.device, [])
             for config in configs:
                 if "tilelang" not in config:
-                    found += specializations(bound_call(match, inputs, config))
-    for device, found in by_device.items():
-        compile_specializations(found, device)
+                    kernels += specializations(bound_call(match, inputs, config))
+    for device, kernels in by_device.items():
+        compile_specializations(kernels, device)
 
 
-def compile_specializations(found: Iterable[Specialization], device: torch.device) -> list[str]:
+def compile_specializations(kernels: Iterable[Specialization], device: torch.device) -> list[str]:
     """Compile kernels for a GPU on all cores, each once; return why some failed."""
 
     def compile_one(kernel: Any, specialization: str) -> str:
@@ -52,7 +52,7 @@ def compile_specializations(found: Iterable[Specialization], device: torch.devic
             return f"{type(error).__name__}: {error}"
         return ""
 
-    distinct = {specialization: kernel for kernel, specialization in found}
+    distinct = {specialization: kernel for kernel, specialization in kernels}
     with ThreadPoolExecutor() as threads:
         return [problem for problem in threads.map(compile_one, distinct.values(), distinct) if problem]
 
@@ -62,25 +62,25 @@ def specializations(call: Callable[[], object]) -> list[Specialization]:
 
     A call that cannot run at all may have none: it fails again where it is measured.
     """
-    with _recorded() as found, suppress(Exception):
+    with _recorded() as recorded, suppress(Exception):
         call()
-    return found
+    return recorded
 
 
 @contextmanager
 def _recorded() -> Iterator[list[Specialization]]:
     import triton
 
-    found: list[Specialization] = []
-    # The hook is one for all threads: calls of the others must go on to compile and launch.
-    own, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
+    recorded: list[Specialization] = []
+    # All threads share the hook: calls of other threads must compile and launch.
+    thread, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
 
     def take(*args: Any, fn: Any, compile: Mapping[str, Any], **kwargs: Any) -> bool:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return before is not None and bool(before(*args, fn=fn, compile=compile, **kwargs))
-        found.append((fn.jit_function, compile["specialization_data"]))
-        return True  # Triton goes no further
+        recorded.append((fn.jit_function, compile["specialization_data"]))
+        return True  # Triton then neither compiles nor launches
 
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = take
-        yield found
+        yield recorded

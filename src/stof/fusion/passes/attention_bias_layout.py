@@ -20,7 +20,7 @@ from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.cost_model import DECODE_ROWS
 from stof.selection.implementations import GPU_FLOATS
 
-# By TMA, and in vectors of 16 bytes (`Work.bias_vectors`).
+# Implementations that read a bias by TMA or in vectors of 16 bytes (`Work.bias_vectors`).
 _READERS = ("hopper", "block_wise")
 # Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
 # kept, another kernel may be faster, and each call chooses.
@@ -29,11 +29,11 @@ _MOST_GIVEN = 2**26
 
 def unreadable_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Biases that no kernel reads row by row as they lie, and the attention that reads each."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if op_name(node) in ATTENTION_OPERATORS and _scattered(node):
-            found.setdefault(argument(node, 4, "bias"), []).append(node)
-    return {bias: nodes for bias, nodes in found.items() if not _written(graph, bias, nodes)}
+            readers.setdefault(argument(node, 4, "bias"), []).append(node)
+    return {bias: nodes for bias, nodes in readers.items() if not _written(graph, bias, nodes)}
 
 
 def _written(graph: fx.Graph, bias: fx.Node, nodes: list[fx.Node]) -> bool:
@@ -43,16 +43,16 @@ def _written(graph: fx.Graph, bias: fx.Node, nodes: list[fx.Node]) -> bool:
     return order.writes_between(min(places), max(places))
 
 
-def materialize_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> int:
+def materialize_biases(graph: fx.Graph, readers: dict[fx.Node, list[fx.Node]]) -> int:
     """Rewrite in place what `unreadable_biases` found; returns how many."""
-    for bias, nodes in found.items():
+    for bias, nodes in readers.items():
         value = fake_value(bias)
         assert value is not None
         keys = int(value.shape[3])
         after = bias if bias.op != "placeholder" else [node for node in graph.nodes if node.op == "placeholder"][-1]
         with graph.inserting_before(after.next):
             laid = bias
-            # What strides of 0 share is copied once.
+            # Elements that a stride of 0 repeats are copied once.
             shared = [dim for dim in range(3) if value.stride(dim) == 0 and value.shape[dim] > 1]
             for dim in shared:
                 laid = graph.call_method("narrow", (laid, dim, 0, 1))
@@ -64,7 +64,7 @@ def materialize_biases(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]]) -> 
                 laid = graph.call_method("expand", (laid, *map(int, value.shape)))
         for node in nodes:
             node.replace_input_with(bias, laid)
-    return len(found)
+    return len(readers)
 
 
 def _scattered(node: fx.Node) -> bool:
@@ -73,7 +73,7 @@ def _scattered(node: fx.Node) -> bool:
     queries, keys, values, bias = (fake_value(argument(node, place, name)) for place, name in names.items())
     if queries is None or keys is None or values is None or bias is None:
         return False
-    # Nothing may ask what a size is that the graph leaves open: it would be fixed.
+    # Comparing a symbolic size would add a guard that fixes it.
     if is_symbolic((*bias.shape, *bias.stride(), *queries.shape, *keys.shape, *values.shape)):
         return False
     given = argument(node, 4, "bias").op == "placeholder" and bias.numel() * bias.element_size() > _MOST_GIVEN

@@ -40,9 +40,9 @@ def channels_last(node: fx.Node) -> Tensor:
         return product.transpose(1, 2).unflatten(2, image)
 
 
-def multiply_patches(graph: fx.Graph, found: Patches) -> int:
+def multiply_patches(graph: fx.Graph, embeddings: Patches) -> int:
     """Rewrite in place what `patch_embeddings` found; returns how many."""
-    for node, (rows, columns) in found:
+    for node, (rows, columns) in embeddings:
         x, weight, bias = (argument(node, place, name) for place, name in enumerate(("input", "weight", "bias")))
         with graph.inserting_before(node):
             for dim, size in ((3, columns), (2, rows)):
@@ -57,7 +57,7 @@ def multiply_patches(graph: fx.Graph, found: Patches) -> int:
             image = graph.call_method("unflatten", (turned, 2, tuple(int(size) for size in value.shape[2:])))
         node.replace_all_uses_with(image)
         graph.erase_node(node)
-    return len(found)
+    return len(embeddings)
 
 
 def _patch(node: fx.Node) -> tuple[int, int] | None:

@@ -57,24 +57,24 @@ class GraphSpace:
 
     def matches(self, start: int, stop: int) -> dict[str, TemplateMatch]:
         """Return the matches of a segment whose call can be inserted into the graph, by template name."""
-        found = self._matches.get((start, stop))
-        if found is None:
+        matches = self._matches.get((start, stop))
+        if matches is None:
             served = find_matches(self.operators[start:stop], self.policy)[0] if stop - start <= MAX_OPS else []
-            found = {c.template.name: c for c in served if isinstance(insertion_point(self.order, c), fx.Node)}
-            self._matches[start, stop] = found
-        return found
+            matches = {c.template.name: c for c in served if isinstance(insertion_point(self.order, c), fx.Node)}
+            self._matches[start, stop] = matches
+        return matches
 
     def candidates(self, start: int, stop: int) -> list[Candidate]:
         """Return all configurations of all matches of a segment, the recorded best or default of each first."""
-        found = self._candidates.get((start, stop))
-        if found is None:
+        candidates = self._candidates.get((start, stop))
+        if candidates is None:
             served = self.matches(start, stop).values()
             lists = [[(c.template.name, config) for config in self._configs(c)] for c in served]
-            found = [candidate for one in lists for candidate in one[:1]] + [
+            candidates = [candidate for one in lists for candidate in one[:1]] + [
                 candidate for one in lists for candidate in one[1:]
             ]
-            self._candidates[start, stop] = found
-        return found
+            self._candidates[start, stop] = candidates
+        return candidates
 
     def _configs(self, match: TemplateMatch) -> list[str]:
         configs, tuned = match.template.configs(match.problem, self.policy), self.known(tuning_key(match, self.policy))
@@ -85,17 +85,17 @@ class GraphSpace:
 
     def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
         """Of each template and shape that has been measured, the fastest configuration."""
-        found: Choices = {}
+        choices: Choices = {}
         for start, stop in self._segments():
             served = self.matches(start, stop)
             taken = times(start, stop) if served else {}
             for name, match in served.items() if 0 < taken.get(None, math.inf) < math.inf else ():
-                own = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
-                if own:
-                    best = min(own, key=own.__getitem__)
+                tried = {c[1]: us for c, us in taken.items() if c is not None and c[0] == name and 0 < us < math.inf}
+                if tried:
+                    best = min(tried, key=tried.__getitem__)
                     config = match.template.as_recorded(match.problem, best)
-                    found[tuning_key(match, self.policy)] = TunedConfig(config, own[best], taken[None])
-        return found
+                    choices[tuning_key(match, self.policy)] = TunedConfig(config, tried[best], taken[None])
+        return choices
 
     def _segments(self) -> list[tuple[int, int]]:
         places = range(len(self.operators))

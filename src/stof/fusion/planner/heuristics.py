@@ -31,27 +31,10 @@ MAX_OPS = 4
 
 def is_latency_bound(shape: GemmShape, itemsize: int) -> bool:
     """Whether launch and memory latency dominate the time of a GEMM."""
-    flops, moved = _work(shape, itemsize)
-    return flops + moved * FLOPS_PER_BYTE <= FEW_FLOPS
-
-
-def is_memory_bound(shape: GemmShape, itemsize: int) -> bool:
-    """Whether copying the operands of a GEMM takes longer than computing it."""
-    flops, moved = _work(shape, itemsize)
-    return flops <= moved * FLOPS_PER_BYTE
-
-
-def is_weight_bound(shape: GemmShape, itemsize: int) -> bool:
-    """Whether a GEMM is memory-bound and the weight is at least half of the bytes copied."""
-    weight = shape.n * shape.k * shape.weight_size(itemsize)
-    return is_memory_bound(shape, itemsize) and 2 * weight >= _work(shape, itemsize)[1]
-
-
-def _work(shape: GemmShape, itemsize: int) -> tuple[float, int]:
-    """Return the operations of a GEMM, and the bytes of its operands and result."""
     columns = shape.n * (2 if shape.gated else 1)
-    moved = (shape.m * shape.k + shape.m * shape.n) * itemsize + columns * shape.k * shape.weight_size(itemsize)
-    return 2.0 * shape.m * columns * shape.k, moved
+    flops = 2.0 * shape.m * columns * shape.k
+    moved = (shape.m * shape.k + shape.m * shape.n + columns * shape.k) * itemsize
+    return flops + moved * FLOPS_PER_BYTE <= FEW_FLOPS
 
 
 def is_profitable(match: TemplateMatch, following: Operator | None = None) -> bool:
@@ -62,17 +45,7 @@ def is_profitable(match: TemplateMatch, following: Operator | None = None) -> bo
     passes over the tensors between the GEMM and its neighbours. For a norm before the GEMM it saves one pass, the write
     of the normalized rows. If `following`, the first reader of a residual, is memory-bound, Inductor fuses the addition
     there: count one pass less.
-
-    A template that reads 8-bit weights is profitable if the GEMM is weight-bound. A template that reads the
-    dequantized weight is not if the GEMM on 8-bit values would be memory-bound.
     """
-    if not match.template.by_rule:
-        return False
-    quantized = any(operator.quantized is not None for operator in match.operators)
-    if match.problem.shape.stored:
-        return is_weight_bound(match.problem.shape, match.problem.dtype.itemsize)
-    if quantized and is_memory_bound(match.problem.shape, 1):
-        return False
     if is_latency_bound(match.problem.shape, match.problem.dtype.itemsize):
         return True
     inner = match.operators[:-1]

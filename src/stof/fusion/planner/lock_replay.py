@@ -14,7 +14,6 @@ from stof.fusion.records.choices import ConfigLookup, TunedConfig
 from stof.fusion.records.lock_file import Lock, LockedGraph, current_versions
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, Store, segment_key
-from stof.fusion.templates.gemm_config import CHAIN
 from stof.fusion.templates.row_buckets import bucket_of, format_table, table
 
 
@@ -36,12 +35,6 @@ class Replay:
         """Whether the lock folds norms' weights in a graph, on this device."""
         return self.lock.device == self.device and self.lock.folds(graph)
 
-    def chains(self, graph: str) -> bool:
-        """Whether the lock has two GEMMs in one kernel in a graph, on this device."""
-        found = self.lock.graphs.get(graph)
-        rows = found.segments if found is not None and self.lock.device == self.device else ()
-        return any(row.template == CHAIN for row in rows)
-
 
 def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[int, FusionChoice]:
     """Return the lock's choices by first operator; heuristics decide the rest, and notes in the report say which."""
@@ -52,7 +45,7 @@ def replayed(graph: GraphSpace, replay: Replay, report: FusionReport) -> dict[in
             "makes one for this device"
         )
         return heuristic_choices(graph.operators, graph.order, graph.policy, graph.known)
-    others = {name: found for name, found in current_versions().items() if found != lock.versions.get(name)}
+    others = {name: version for name, version in current_versions().items() if version != lock.versions.get(name)}
     if others:
         made = ", ".join(f"{name} {lock.versions.get(name, 'unknown')}" for name in others)
         report.notes.append(f"the lock was made with {made}; here: {', '.join(f'{n} {v}' for n, v in others.items())}")
@@ -89,14 +82,14 @@ def _fitting(
                 left.append(segment)
                 continue
             config, refused = checks.usable(match, row.config, segment)
-            own = bucket_of(match.problem.shape.m)
+            bucket = bucket_of(match.problem.shape.m)
             problems |= {
                 f"{row.template} {text or '(default)'} for {rows} rows: {why}; left out of the table": None
                 for rows, (text, why) in refused.items()
-                if rows != own
+                if rows != bucket
             }
-            if own in refused:
-                text, why = refused[own]
+            if bucket in refused:
+                text, why = refused[bucket]
                 problems[f"{row.template} {text or '(default)'}: {why}; rules decide"] = None
                 left.append(segment)
                 bad.add((tuning_key(match, graph.policy), text))
@@ -122,14 +115,14 @@ class _Checks:
         The result of a kernel does not depend on the number of rows: each configuration is run on the rows of the call
         that is being compiled, and tested for whether it fits its own bucket.
         """
-        own = bucket_of(match.problem.shape.m)
+        bucket = bucket_of(match.problem.shape.m)
         try:
-            entries = table(text) if "=" in text else {own: text}
+            entries = table(text) if "=" in text else {bucket: text}
         except ArgumentError as error:
-            return "", {own: (text, str(error))}
+            return "", {bucket: (text, str(error))}
         refused: dict[int, tuple[str, str]] = {}
         for rows, config in entries.items():
-            there = match if rows == own else match.in_bucket(rows)
+            there = match if rows == bucket else match.in_bucket(rows)
             shape = replace(match.problem.shape, m=rows)
             problem = there.problem if there is not None else replace(match.problem, shape=shape)
             why = match.template.refusal(problem, config, self.graph.policy) or self._checked(match, config, segment)

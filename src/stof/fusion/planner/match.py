@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from stof.fusion.graph.fx_utils import fake_mode_of
 from stof.fusion.graph.mutations import GraphOrder
 from stof.fusion.graph.nodes import column_slice, fake_value, same_size, skip_identities
-from stof.fusion.graph.operators import NORMS, Kind, Operator, dtype_name
+from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.symbolic_shapes import Values, is_symbolic, size_hint, values_for
 from stof.fusion.planner.match_rotary import column_readers, rotations
-from stof.fusion.templates.gemm_config import CHAIN, GATED, MOST_INNER, ROW_SCALED, SCALED, GemmShape
+from stof.fusion.templates.gemm_config import GATED, ROW_SCALED, GemmShape
 from stof.fusion.templates.launch import row_factors
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template, no_kernel
 from stof.fusion.templates.row_buckets import SMALLEST
@@ -64,9 +64,9 @@ class TemplateMatch:
         """Return the nodes of the segment that nodes outside read."""
         if not self.replaced_views:
             return self.results
-        own = {view for _, view in self.replaced_views}
+        views = {view for _, view in self.replaced_views}
         read = [user for node in self.results for user in column_readers(node) if user not in self.covered_nodes]
-        rest = [user for user in read if not any(_leads_to(user, view) for view in own)]
+        rest = [user for user in read if not any(_leads_to(user, view) for view in views)]
         return (*(root for root, _ in self.replaced_views), *rest)
 
     @property
@@ -134,7 +134,7 @@ def insertion_point(order: GraphOrder, match: TemplateMatch) -> fx.Node | Refusa
     if any(order.place[source] >= order.place[spot] for source in sources):
         return Refusal("a value of the segment is used before all it reads is there")
     places = [order.place[node] for node in (*match.covered_nodes, spot)]
-    if order.writes_between(min(places), max(places), floats=not match.problem.shape.stored):
+    if order.writes_between(min(places), max(places)):
         return Refusal("the graph writes to a tensor in place amid the segment")
     return spot
 
@@ -150,18 +150,13 @@ def find_matches(operators: Sequence[Operator], policy: KernelPolicy) -> tuple[l
     refused: list[Refusal] = []
     kinds = tuple(operator.kind for operator in operators)
     for template in TEMPLATES:
-        if not template.covers(kinds) or (template.name == SCALED and not any(o.quantized for o in operators)):
+        if not template.covers(kinds):
             continue
-        if template.name == CHAIN:
-            if not all(o.chainable for o in operators if o.kind is Kind.LINEAR):
-                continue
-            found = _match_chain(template, operators)
+        match = _match(template, operators)
+        if isinstance(match, TemplateMatch):
+            served.append(match)
         else:
-            found = _match(template, operators)
-        if isinstance(found, TemplateMatch):
-            served.append(found)
-        else:
-            refused.append(Refusal(f"{template.name}: {found}"))
+            refused.append(Refusal(f"{template.name}: {match}"))
     return served, refused
 
 
@@ -176,9 +171,6 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
     linear = next(operator for operator in operators if operator.kind is Kind.LINEAR)
     norm = next((operator for operator in operators if operator.kind in NORMS), None)
     act = next((operator for operator in operators if operator.kind in (Kind.ACTIVATION, Kind.GATE)), None)
-    quantized = linear.quantized if template.name == SCALED else None
-    if quantized is None and linear.quantized is not None and linear.quantized.scale_after_matmul:
-        return "the result's columns are scaled"
     dataflow = _dataflow(operators, linear)
     if isinstance(dataflow, str):
         return dataflow
@@ -194,16 +186,14 @@ def _match(template: Template, operators: Sequence[Operator]) -> TemplateMatch |
             owner = next((operator for operator in operators if node in operator.nodes), operators[0])
             return f"the value of {owner.label} is used elsewhere as well"
     x = operators[0].inputs[0]
-    weights = [linear.weight] if quantized is None else [quantized.values, quantized.scale]
-    problem = operand_mismatch(
-        [x, *weights, linear.bias, residual, *results], norm, weights if quantized else ()
-    ) or folding_mismatch(template, norm, linear)
+    problem = operand_mismatch([x, linear.weight, linear.bias, residual, *results], norm) or folding_mismatch(
+        template, norm, linear
+    )
     if problem:
         return problem
     arguments: dict[str, Any] = {
         "x": x,
-        "weight": linear.weight if quantized is None else quantized.values,
-        "scale": None if quantized is None else quantized.scale,
+        "weight": linear.weight,
         "bias": linear.bias,
         "residual": residual,
         "activation": act.activation if act is not None else "none",
@@ -246,43 +236,6 @@ def _dataflow(operators: Sequence[Operator], linear: Operator) -> tuple[set[fx.N
     return covered_nodes, residual
 
 
-def _match_chain(template: Template, operators: Sequence[Operator]) -> TemplateMatch | str:
-    """Match two chained GEMMs, with an activation between them or not."""
-    down, up = (operator for operator in operators if operator.kind is Kind.LINEAR)
-    act = next((operator for operator in operators if operator.kind is Kind.ACTIVATION), None)
-    dataflow = _dataflow(operators, down)
-    if isinstance(dataflow, str):
-        return dataflow
-    covered_nodes, residual = dataflow
-    result = operators[-1].root
-    if any(user not in covered_nodes for node in covered_nodes - {result} for user in node.users):
-        return "a value between the GEMMs is used elsewhere as well"
-    inner, (n, k) = size_hint(down.weight_size[0]), (size_hint(up.weight_size[0]), size_hint(down.weight_size[1]))
-    if down.transposed or up.transposed or down.quantized or up.quantized:
-        return "a weight is not stored row by row in the GEMMs' dtype"
-    if inner > MOST_INNER:
-        return f"{inner} columns between the GEMMs, a kernel has room for {MOST_INNER}"
-    x = down.inputs[0]
-    problem = operand_mismatch([x, down.weight, down.bias, up.weight, up.bias, residual, result])
-    if problem:
-        return problem
-    arguments: dict[str, Any] = {
-        "x": x, "down": down.weight, "down_bias": down.bias, "up": up.weight, "up_bias": up.bias,
-        "residual": residual, "activation": act.activation if act is not None else "none",
-    }  # fmt: skip
-    value = fake_value(x)
-    assert value is not None
-    rows = prod(size_hint(size) for size in value.shape[:-1])
-    if 0 in (rows, n, k, inner):
-        return f"GEMMs of {rows} x {k} x {inner} x {n} take no time"
-    bias = down.bias is not None or up.bias is not None
-    shape = GemmShape(
-        template.name, rows, n, k, arguments["activation"], bias=bias, residual=residual is not None, inner=inner
-    )
-    problem_of = GemmProblem(shape, value.dtype, value.device)
-    return TemplateMatch(template, tuple(operators), frozenset(covered_nodes), arguments, False, (result,), problem_of)
-
-
 def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) -> GemmProblem:
     """Sizes and options of a call, symbolic sizes at their hints."""
     x = fake_value(arguments["x"])
@@ -302,7 +255,6 @@ def _problem(template: Template, linear: Operator, arguments: dict[str, Any]) ->
         transposed=linear.transposed,
         head_dim=arguments.get("head_dim", 0),
         turned=arguments.get("turned", 0),
-        stored="" if arguments["scale"] is None else dtype_name(arguments["weight"]),
         aligned=all(size * x.element_size() % 16 == 0 for size in (n, k)),
     )
     return GemmProblem(shape, x.dtype, x.device)
@@ -320,7 +272,7 @@ def folding_mismatch(template: Template, norm: Operator | None, linear: Operator
         return ""
     if not norm.foldable:
         return "the norm's weight is not folded into the GEMM's (option fold)"
-    # Compiled code makes views without the version that tells of writes to a tensor.
+    # In compiled code, a view has no version counter that would show writes to the weight.
     given = all(node is not None and node.op in ("placeholder", "get_attr") for node in (linear.weight, norm.weight))
     return "" if given and not linear.transposed else "the norm's weight is not folded into a view of a weight"
 
@@ -349,13 +301,10 @@ def _results(template: Template, operators: Sequence[Operator]) -> tuple[fx.Node
     return (operators[-1].root,)
 
 
-def operand_mismatch(
-    nodes: Sequence[fx.Node | None], norm: Operator | None = None, free: Sequence[fx.Node | None] = ()
-) -> str:
+def operand_mismatch(nodes: Sequence[fx.Node | None], norm: Operator | None = None) -> str:
     """Return why tensors are not what the operators take, or "".
 
-    Tensors are plain, of one dtype and one device; the weight and bias of a norm are vectors. `free` are tensors of
-    other dtypes, which operator recognition has checked.
+    Tensors are plain, of one dtype and one device; the weight and bias of a norm are vectors.
     """
     nodes = [*nodes, *([norm.weight, norm.bias] if norm is not None else [])]
     values = [fake_value(node) for node in nodes if node is not None]
@@ -365,7 +314,7 @@ def operand_mismatch(
     kinds = {type(value) for value in tensors} - {FakeTensor, Tensor, torch.nn.Parameter}
     if kinds:
         return f"an operand is a {', '.join(kind.__name__ for kind in kinds)}"
-    dtypes = {value.dtype for node in nodes if node not in free and (value := fake_value(node)) is not None}
+    dtypes = {value.dtype for value in tensors}
     if len(dtypes) > 1:
         return f"dtypes differ: {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     if not dtypes <= _DTYPES:

@@ -15,7 +15,7 @@ from torch import fx
 from stof.fusion.graph.nodes import argument, column_slice, fake_value, op_name, same_size, source_of
 from stof.fusion.graph.operators import Operator
 
-# What the kernels rotate: heads that fill tiles, and columns that fill whole ones of those that large GEMMs have.
+# Widths of heads that kernels rotate, and the columns of a large GEMM's tile, of which rotated columns are a multiple.
 HEAD_DIMS = (32, 64, 128)
 COLUMNS = 128
 _APART = ("view", "reshape", "unflatten")
@@ -42,10 +42,10 @@ def rotations(linear: Operator, rotaries: Sequence[Operator]) -> Rotations | str
     pieces: list[tuple[int, int, int, Operator]] = []
     views: set[fx.Node] = set()
     for rotary in rotaries:
-        found = _piece(linear, rotary)
-        if isinstance(found, str):
-            return found
-        start, stop, head_dim, chain = found
+        matched = _piece(linear, rotary)
+        if isinstance(matched, str):
+            return matched
+        start, stop, head_dim, chain = matched
         pieces.append((start, stop, head_dim, rotary))
         views |= chain
     pieces.sort(key=lambda piece: piece[:2])
@@ -106,7 +106,7 @@ def _piece(linear: Operator, rotary: Operator) -> tuple[int, int, int, set[fx.No
 
 
 def _table(node: fx.Node) -> fx.Node:
-    """What angles were before dimensions of one were put in: it is there before the GEMM is."""
+    """Return the table of angles without the dimensions of size 1 inserted after it; it precedes the GEMM."""
     while op_name(node) == "unsqueeze":
         node = source_of(node)
     return node

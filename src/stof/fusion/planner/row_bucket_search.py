@@ -23,9 +23,9 @@ _LARGER = 3
 
 def buckets_around(rows: int) -> list[int]:
     """Buckets other than that of `rows`, nearest first: down to the smallest, and some larger ones."""
-    own = bucket_of(rows)
-    all_of_them = [SMALLEST << i for i in range((own // SMALLEST).bit_length() + _LARGER)]
-    return sorted((bucket for bucket in all_of_them if bucket != own), key=lambda b: abs(math.log2(b / own)))
+    first = bucket_of(rows)
+    all_of_them = [SMALLEST << i for i in range((first // SMALLEST).bit_length() + _LARGER)]
+    return sorted((bucket for bucket in all_of_them if bucket != first), key=lambda b: abs(math.log2(b / first)))
 
 
 def by_buckets(

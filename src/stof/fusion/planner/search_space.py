@@ -219,5 +219,5 @@ class MeasurementCache:
 
     def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
         """The candidates that are faster than Inductor's code, by the first operator of their segments."""
-        found = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
-        return {start: best for start, best in found.items() if best is not None}
+        fastest = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
+        return {start: best for start, best in fastest.items() if best is not None}

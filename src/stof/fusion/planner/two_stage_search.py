@@ -190,12 +190,12 @@ def _in_order(queue: Sequence[Candidate], some: Sequence[Candidate], first: Set[
 
 def _fastest(meter: MeasurementCache, segments: Iterable[range]) -> set[str]:
     """Each segment's fastest configuration so far, of whatever template."""
-    found = set()
+    configs = set()
     for segment in segments:
         tried = {c: us for c, us in meter.measured(segment.start, segment.stop).items() if c is not None}
         if tried:
-            found.add(min(tried, key=tried.__getitem__)[1])
-    return found
+            configs.add(min(tried, key=tried.__getitem__)[1])
+    return configs
 
 
 def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from stof.fusion.records.typed_json import from_json, to_json
-from stof.runtime.files import read_or_ignore, remembering, slug, sole_writer, write_checked
+from stof.runtime.files import DEVICE_DATA, read_or_ignore, remembering, slug, sole_writer, write_checked
 
 VERSION = 2
-PACKAGED = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def write_choices(path: Path, device: str, choices: Choices) -> None:
     write_checked(path, json.dumps(content, indent=1))
 
 
-def known_choices(device: str, folder: Path | None, packaged: Path = PACKAGED) -> ConfigLookup:
+def known_choices(device: str, folder: Path | None, packaged: Path = DEVICE_DATA) -> ConfigLookup:
     """What is known of a device: packaged, and in the user's folder (None: packaged alone)."""
     choices = read_choices(choices_path(packaged, device))
     if folder is not None:

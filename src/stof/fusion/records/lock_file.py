@@ -83,8 +83,8 @@ class Lock:
 
     def folds(self, graph: str) -> bool:
         """Whether norms' weights are to be folded in a graph; in one that is not here if in all that are."""
-        found = self.graphs.get(graph)
-        return found.fold if found is not None else bool(self.graphs) and all(g.fold for g in self.graphs.values())
+        locked = self.graphs.get(graph)
+        return locked.fold if locked is not None else bool(self.graphs) and all(g.fold for g in self.graphs.values())
 
     def write(self, path: Path) -> None:
         """Write it whole."""

@@ -118,6 +118,9 @@ class FusionReport:
         notes: list[str] = []
         for row, count in self.grouped().items():
             times = [f"{t:.1f}" if t is not None else "" for t in (row.inductor_us, row.template_us)]
+            if "=" in row.config:
+                entries = (f"{rows}: {config or '(default)'}" for rows, config in sorted(table(row.config).items()))
+                notes.append(f"{row.operators} by {row.template}, by rows: {'; '.join(entries)}")
             why = row.reason
             if len(why) > _SHORT:
                 notes.append(f"{row.operators}: {why}")

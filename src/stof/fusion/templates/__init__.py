@@ -6,7 +6,6 @@
 from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems
 from stof.fusion.templates.operators import (
-    chain_linear,
     gated_linear,
     linear,
     linear_norm,
@@ -14,13 +13,11 @@ from stof.fusion.templates.operators import (
     rms_gated_linear,
     rms_linear,
     rotary_linear,
-    scaled_linear,
 )
 
 __all__ = [
     "GemmConfig",
     "GemmShape",
-    "chain_linear",
     "config_problems",
     "configs",
     "gated_linear",
@@ -30,5 +27,4 @@ __all__ = [
     "rms_gated_linear",
     "rms_linear",
     "rotary_linear",
-    "scaled_linear",
 ]

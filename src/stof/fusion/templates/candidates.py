@@ -9,12 +9,8 @@ from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_prob
 
 def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -> list[GemmConfig]:
     """Configurations worth measuring for a shape: those of the lists below that fit and do not waste most of a tile."""
-    if shape.inner:
-        return [
-            c for c in _FOR_CHAINS if c.block_m < 4 * shape.m + 16 and not config_problems(c, shape, dtype, capability)
-        ]
-    found = []
-    for config in (*_CANDIDATES, *(_FOR_STORED if shape.stored else ())):
+    fitting = []
+    for config in _CANDIDATES:
         tall = config.block_m > 16 and config.block_m >= 4 * shape.m
         wide = config.block_n > 32 and config.block_n >= 4 * shape.n * (2 if shape.gated else 1)
         # Splitting pays where the tiles alone leave most of a device idle.
@@ -25,8 +21,8 @@ def configs(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int]) -
         few = tiles * config.split < 13 and not small
         many = tiles > 2048 and small
         if not (tall or wide or few or many) and idle and not config_problems(config, shape, dtype, capability):
-            found.append(config)
-    return found
+            fitting.append(config)
+    return fitting
 
 
 def _parsed(*lines: str) -> tuple[GemmConfig, ...]:
@@ -50,21 +46,4 @@ _CANDIDATES = _parsed(
     "64x32x128,4w,4s,tile,split4",
     "32x64x128,4w,4s,tile  32x64x128,4w,4s,tile,split4",
     "16x32x128,4w,3s,tile  16x64x128,4w,4s,tile  16x64x128,4w,4s,tile,split4  16x32x256,4w,3s,tile,split2",
-)
-# Few rows of 8-bit weights: as many bytes under way as 16-bit ones have with half the depth.
-_FOR_STORED = _parsed(
-    "16x64x128,4w,4s,tile,split2  16x64x128,4w,4s,tile,split8  16x64x256,4w,3s,tile  16x64x256,4w,3s,tile,split2",
-    "16x64x256,4w,3s,tile,split4  16x64x256,4w,4s,tile,split8  16x128x128,4w,4s,tile",
-    "16x128x128,8w,5s,tile,split4",
-    "32x64x128,4w,4s,tile,split2  32x64x128,4w,4s,tile,split8",
-    "64x64x128,4w,4s,tile  64x64x128,4w,4s,tile,split8",
-)
-_FOR_CHAINS = _parsed(
-    "16x64x128,4w,3s,tile  16x64x128,4w,3s,tile,split4  16x64x128,4w,3s,tile,split8  16x64x128,4w,3s,tile,split16",
-    "16x64x128,4w,3s,tile,split32",
-    "32x64x64,4w,4s,tile  32x64x64,4w,4s,tile,split4  32x64x64,4w,4s,tile,split8",
-    "64x128x64,4w,3s,tile  64x128x64,4w,3s,tile,split2  64x128x64,4w,3s,tile,split4",
-    "16x64x32,4w,2s,tile,split4",
-    "64x64x32,4w,2s,tile",
-    "128x128x64,8w,3s,tile",
 )

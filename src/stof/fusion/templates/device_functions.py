@@ -81,26 +81,3 @@ def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     elif ACTIVATION == "relu":
         x = tl.where(x < 0.0, 0.0, x)  # a maximum would drop NaN
     return x
-
-
-@triton.jit
-@no_type_check
-def widened(x, dtype: tl.constexpr, FAST: tl.constexpr):
-    """Convert 8-bit values to 16-bit floating point, exactly. FAST as for `activate`."""
-    if x.dtype == tl.int8 and not FAST:
-        x = x.to(tl.float32).to(dtype)  # the interpreter takes integers for the bits of bfloat16
-    elif x.dtype == tl.int8 and dtype == tl.float16:
-        # 5 instructions for 4 values, where conversions take one each, of those that few units execute: v + 128 as the
-        # last byte of 1024 + 128 + v, less 1152.
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; prmt.b32 $0, u, 0x64646464, 0x4140; "
-            "prmt.b32 $1, u, 0x64646464, 0x4342; sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }",
-            "=&r,=&r,r",
-            [x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        x = x.to(dtype)
-    return x

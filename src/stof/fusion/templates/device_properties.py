@@ -12,8 +12,8 @@ from torch import Tensor
 @functools.cache
 def device_limits(index: int) -> tuple[tuple[int, int], int]:
     """Return compute capability and number of multiprocessors of a CUDA device."""
-    found = torch.cuda.get_device_properties(index)
-    return (found.major, found.minor), found.multi_processor_count
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def programs(tensor: Tensor) -> int:

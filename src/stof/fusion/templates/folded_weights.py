@@ -72,23 +72,23 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
     key = tuple((t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) for t in pair)
     sources = (*getattr(weight, _SOURCES, (weight,)), norm_weight)
     on_gpu = weight.device.type == "cuda"
-    found = _entries.get(key)
-    if found is not None and found.dead:
-        found = None
-    if found is not None and on_gpu and found.is_of(sources):
-        return found.folded
+    kept = _entries.get(key)
+    if kept is not None and kept.dead:
+        kept = None
+    if kept is not None and on_gpu and kept.is_of(sources):
+        return kept.folded
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return None
     versions = tuple(map(_version, sources))
     made = outside_graph_pool(weight.device, lambda: _fold(weight, norm_weight))
-    if made is None and (found is None or found.folded is not None):
+    if made is None and (kept is None or kept.folded is not None):
         warnings.warn(
             f"a weight {tuple(weight.shape)} times its norm's does not fit into {weight.dtype}; it is not folded",
             stacklevel=2,
         )
-    if found is not None and found.folded is not None and made is not None:
+    if kept is not None and kept.folded is not None and made is not None:
         with torch.inference_mode():
-            made = found.folded.copy_(made)  # CUDA graphs read that memory
+            made = kept.folded.copy_(made)  # CUDA graphs read that memory
     memory = tuple(StorageWeakRef(t.untyped_storage()) for t in pair)
     with _lock:
         for old in [old for old, entry in _entries.items() if entry.dead]:

@@ -13,22 +13,17 @@ from stof.fusion.templates.device_properties import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-SCALED = "scaled_linear"  # its weight is of 8-bit values
-CHAIN = "chain_linear"  # two GEMMs
 TEMPLATES = (
     "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
-    SCALED, CHAIN,
 )  # fmt: skip
-# Their weight has the rows of the gate first, then those of what is gated.
+# Templates whose weight has the rows of the gate first, then those of the up projection.
 GATED = ("gated_linear", "rms_gated_linear")
-# They may be given an RMSNorm's row factors, whose weight is folded into the GEMM's.
+# Templates that take the row factors of an RMSNorm, whose weight is folded into the GEMM's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
 # tile: portable Triton. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is installed.
 KINDS = ("tile", "pingpong", "together", "tilelang")
 GLUON = ("pingpong", "together")
 HALVES = (torch.float16, torch.bfloat16)
-# What weights may be stored as, and the least compute capability that converts it.
-STORED = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
 # cuBLAS is faster than the templates: candidates of a search, never a default.
 _IF_MEASURED = (torch.float32,)
 _LEAST_CAPABILITY = (8, 0)
@@ -37,17 +32,10 @@ _SHARED = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 _LEAST_SHARED = 101_376
 # Barriers, and what the compiler aligns.
 _SHARED_REST = 2048
-# Bytes of x that Hopper's L2 (50 MB) keeps while all of a weight passes, and of a weight that it keeps itself.
+# Bytes of x that stay in Hopper's L2 (50 MB) while all of a weight is read, and bytes of a weight that stay themselves.
 _ROWS_KEPT, _WEIGHT_KEPT = 2**24, 24 * 2**20
 # Depth from which wide tiles are the default for gated GEMMs.
 _DEEP = 2048
-# Of a chain: what lies between has room in a program's registers.
-MOST_INNER = 256
-
-
-def padded_columns(columns: int) -> int:
-    """Columns rounded up to what tensor cores take at the least, and a power of two."""
-    return max(16, 1 << max(0, columns - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,6 @@ class GemmShape:
         bias, residual: whether there is one.
         transposed: the weight's columns are contiguous in memory (`[K, N]` stored, seen as `[N, K]`).
         head_dim, turned: heads of that width are rotated in the first `turned` columns; 0 for none.
-        stored: the dtype of the weight's values, "int8", where that is not the GEMM's; each column has a factor.
-        inner: columns between the two GEMMs of a chain; k are of the first one's, n of the second one's result.
         aligned: TMA can read x, weight and residual (16-byte addresses and row strides) and write the result.
     """
 
@@ -79,17 +65,11 @@ class GemmShape:
     transposed: bool = False
     head_dim: int = 0
     turned: int = 0
-    stored: str = ""
-    inner: int = 0
     aligned: bool = True
 
     @property
     def gated(self) -> bool:
         return self.template in GATED
-
-    def weight_size(self, itemsize: int) -> int:
-        """Bytes of one of the weight's values; `itemsize` of x's."""
-        return getattr(torch, self.stored).itemsize if self.stored else itemsize
 
     @property
     def commutes(self) -> bool:
@@ -108,7 +88,7 @@ class GemmConfig:
             columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
         stages: steps in flight (together: of the columns).
-        split: programs that share a tile's depth (tile only), or the columns of a chain's rows.
+        split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`tile_group_rows`).
     """
 
@@ -136,24 +116,20 @@ class GemmConfig:
         Raises:
             ArgumentError: the text is none.
         """
-        found = _PATTERN.fullmatch(text)
-        if found is None:
+        match = _PATTERN.fullmatch(text)
+        if match is None:
             raise ArgumentError(
                 f"{text!r} is no configuration; expected MxNxK[,Ww],Ss,kind[,splitP][,groupG] with kind one of "
                 f"{', '.join(KINDS)}, such as '128x128x64,8w,3s,tile'"
             )
-        numbers = {name: int(value) for name, value in found.groupdict().items() if value and name != "kind"}
-        return GemmConfig(found["kind"], **numbers)
+        numbers = {name: int(value) for name, value in match.groupdict().items() if value and name != "kind"}
+        return GemmConfig(match["kind"], **numbers)
 
     def shared_memory(self, shape: GemmShape, itemsize: int) -> int:
         """Bytes that one program takes, compiler's extras left out."""
-        if shape.inner:
-            between, step = padded_columns(shape.inner), (self.block_m + padded_columns(shape.inner)) * self.block_k
-            steps = self.stages * max(step, between * self.block_n)
-            return (steps + self.block_m * max(between, self.block_n)) * itemsize
         width = self.block_n // 2 if shape.gated else self.block_n
         if self.kind in ("tile", "tilelang"):
-            return self.stages * (self.block_m * itemsize + self.block_n * shape.weight_size(itemsize)) * self.block_k
+            return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         if self.kind == "together":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
@@ -167,7 +143,7 @@ class GemmConfig:
         A weight that the L2 does not keep is read from memory once for each so many rows. LLaMA's gate and up (67 MB)
         took 3 to 4 % less by 32 than by 8, where calls in a row bring an H200 to its power limit; single calls as long.
         """
-        weight = shape.n * (2 if shape.gated else 1) * shape.k * shape.weight_size(itemsize)
+        weight = shape.n * (2 if shape.gated else 1) * shape.k * itemsize
         if self.group or self.kind not in GLUON or weight <= _WEIGHT_KEPT:
             return self.group or 8
         rows = max(8, _ROWS_KEPT // (self.block_m * shape.k * itemsize))
@@ -218,44 +194,37 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
         return [f"{config.kind} does not scale rows of {dtype}"]
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
-    if shape.stored and (
-        config.kind != "tile" or dtype not in HALVES or capability < STORED[getattr(torch, shape.stored)]
-    ):
-        return [f"{config.kind} does not multiply {dtype} by {shape.stored} on compute capability {capability}"]
-    if shape.inner and (config.kind != "tile" or dtype not in HALVES or shape.inner > MOST_INNER):
-        return [f"{config.kind} does not chain GEMMs of {dtype} with {shape.inner} columns between them"]
-    found = []
+    problems = []
     tall = config.kind == "together" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.extra_columns, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
-        found.append("tile sizes are powers of two from 16 up")
+        problems.append("tile sizes are powers of two from 16 up")
     if config.extra_columns and (config.extra_columns, config.block_n) != (64, 192):
-        found.append("the only other number of columns is 192")
+        problems.append("the only other number of columns is 192")
     if config.extra_columns and shape.gated:
-        found.append("gate and up are powers of two wide")
+        problems.append("gate and up are powers of two wide")
     if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.stages <= 8 or config.group < 0 or config.split < 1:
-        found.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
+        problems.append("1 to 16 warps (a power of two), 1 to 8 stages, split from 1 up")
     if config.split > 1 and config.kind != "tile":
-        found.append("only plain tiles are split along their depth")
-    steps = -(-shape.n // config.block_n) if shape.inner else max(1, shape.k // config.block_k)
-    if config.split > steps:
-        found.append("more splits than steps")
+        problems.append("only plain tiles are split along their depth")
+    if config.split > max(1, shape.k // config.block_k):
+        problems.append("more splits than steps")
     if dtype not in HALVES and not (config.kind == "tile" and dtype in _IF_MEASURED):
-        found.append(f"{config.kind} does not compute {dtype}")
+        problems.append(f"{config.kind} does not compute {dtype}")
     limit = _SHARED.get(capability, _LEAST_SHARED)
     if (needed := config.shared_memory(shape, dtype.itemsize) + _SHARED_REST) > limit:
-        found.append(f"needs {needed} bytes of shared memory, there are {limit}")
+        problems.append(f"needs {needed} bytes of shared memory, there are {limit}")
     if capability < _LEAST_CAPABILITY:
-        found.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
+        problems.append("written for compute capability {}.{} and up".format(*_LEAST_CAPABILITY))
     if shape.head_dim and (config.block_n % shape.head_dim or shape.turned % config.block_n):
-        found.append("tiles hold whole heads, all of them rotated or none")
-    if config.block_m * max(config.block_n, padded_columns(shape.inner)) > 128 * 256:
-        found.append("the accumulator is larger than the registers")
+        problems.append("tiles hold whole heads, all of them rotated or none")
+    if config.block_m * config.block_n > 128 * 256:
+        problems.append("the accumulator is larger than the registers")
     if config.kind == "tilelang":
-        found += _unfit_for_tilelang(shape)
+        problems += _unfit_for_tilelang(shape)
     elif config.kind in GLUON:
-        found += _unfit_for_hopper(config, shape, capability)
-    return found
+        problems += _unfit_for_hopper(config, shape, capability)
+    return problems
 
 
 @functools.lru_cache(maxsize=4096)  # asked in every call
@@ -266,32 +235,32 @@ def fitting(text: str, shape: GemmShape, dtype: torch.dtype, capability: tuple[i
 
 
 def _unfit_for_tilelang(shape: GemmShape) -> list[str]:
-    found = []
+    problems = []
     if not tilelang_installed():
-        found.append("TileLang is not installed (pip install tilelang)")
+        problems.append("TileLang is not installed (pip install tilelang)")
     if shape.template != "linear" or shape.transposed or not shape.aligned:
-        found.append("TileLang computes plain GEMMs of rows and weights aligned to 16 bytes")
-    return found
+        problems.append("TileLang computes plain GEMMs of rows and weights aligned to 16 bytes")
+    return problems
 
 
 def _unfit_for_hopper(config: GemmConfig, shape: GemmShape, capability: tuple[int, int]) -> list[str]:
-    found = []
+    problems = []
     if not shape.aligned:
-        found.append("TMA needs addresses and row strides that are multiples of 16 bytes")
+        problems.append("TMA needs addresses and row strides that are multiples of 16 bytes")
     if capability != (9, 0):
-        found.append("written for compute capability 9.0")
+        problems.append("written for compute capability 9.0")
     rows = config.block_m if config.kind == "pingpong" else config.block_m // config.consumers
     if config.consumers == 3 and config.extra_columns:
-        found.append("three consumers have no columns on the side")
+        problems.append("three consumers have no columns on the side")
     if rows not in (64, 128) or rows * config.block_n > 128 * 128:
-        found.append("a consumer computes 64 or 128 rows and at most 128 x 128 accumulators")
+        problems.append("a consumer computes 64 or 128 rows and at most 128 x 128 accumulators")
     if config.block_k != 64 or config.stages < 2:
-        found.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
+        problems.append("steps are 64 deep (a row of 128 bytes), and a stage is free again when the next step runs")
     if shape.gated and shape.transposed:
-        found.append("gate and up must lie below each other")
+        problems.append("gate and up must lie below each other")
     if config.block_n < (128 if shape.gated else 64):
-        found.append("a piece of the result has 64 columns (gated: from 128 columns of accumulators)")
-    return found
+        problems.append("a piece of the result has 64 columns (gated: from 128 columns of accumulators)")
+    return problems
 
 
 def unsupported(dtype: torch.dtype, capability: tuple[int, int], *, measured: bool) -> str:
@@ -326,10 +295,8 @@ def default(shape: GemmShape, dtype: torch.dtype, capability: tuple[int, int], p
 def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     """Best first, by what fills the device: few tiles of large ones, or many of small ones, split where too few."""
     large = -(-shape.m // 128) * -(-shape.n // 128) * (2 if shape.gated else 1)
-    if shape.inner:
-        return _for_chains(shape, processors)
     tile = GemmConfig("tile", 64, max(64, shape.head_dim), 64, warps=4, stages=4)
-    if 2 * large < processors or (shape.stored and shape.m <= 64):
+    if 2 * large < processors:
         small = _for_few_rows(shape, processors)
         return [small, replace(small, stages=2), replace(small, block_k=32, stages=2)]
     # Six stages took up to 5 % less on an H200 for GPT-2's and LLaMA's GEMMs, and more for one of BERT's, which is
@@ -348,23 +315,13 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     ]
 
 
-def _for_chains(shape: GemmShape, processors: int) -> list[GemmConfig]:
-    """Low blocks of rows where there are few, and as many programs for each as there are multiprocessors left."""
-    low = GemmConfig("tile", 16 if shape.m < 32 * processors else 64, 64, 64, warps=4, stages=3)
-    split = max(1, min(-(-shape.n // low.block_n), processors // -(-shape.m // low.block_m)))
-    return [replace(low, split=split), replace(low, split=split, block_k=32, stages=2)]
-
-
 def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     """Small tiles, most of whose steps are under way at once; two such programs fit a multiprocessor.
 
-    As found on an H200 for BERT's GEMMs at 128 tokens, one call after the other, as `python -m benchmarks gemm --chain`
-    times them; no file records it. Up to 32 rows are not measured.
+    Measured on an H200 for BERT's GEMMs at 128 tokens, one call after the other (`python -m benchmarks gemm --chain`).
+    The choices for up to 32 rows are not measured.
     """
-    if shape.stored:
-        rows = 16 if shape.m <= 16 else 32 if shape.m <= 32 else 64
-        small = GemmConfig("tile", rows, 64, 128, warps=4, stages=4)
-    elif shape.m <= 32:
+    if shape.m <= 32:
         small = GemmConfig("tile", 16 if shape.m <= 16 else 32, 64, 64, warps=4, stages=4)
     elif shape.template == "linear_norm" or shape.gated or shape.head_dim:
         small = GemmConfig("tile", 64, 64, 128, warps=4, stages=3)
@@ -373,6 +330,6 @@ def _for_few_rows(shape: GemmShape, processors: int) -> GemmConfig:
     small = replace(small, block_n=max(small.block_n, shape.head_dim))  # heads are rotated whole
     width = small.block_n // 2 if shape.gated else small.block_n
     tiles = -(-shape.m // small.block_m) * -(-shape.n // width)
-    # A norm afterwards adds up for nothing what programs leave; without one, they do so after a wait for the last.
+    # A norm's kernel reduces partial sums for free. Without one, the last program of a tile does, after the others.
     least = 768 if small.block_n == 32 else 256
     return replace(small, split=max(1, min(8, processors // tiles, shape.k // least)))

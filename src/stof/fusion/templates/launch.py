@@ -11,15 +11,12 @@ from torch import Tensor
 from stof.fusion.templates import reference
 from stof.fusion.templates.device_properties import device_limits, pdl_options, programs
 from stof.fusion.templates.gemm_config import (
-    CHAIN,
     GATED,
     GLUON,
-    STORED,
     GemmConfig,
     GemmShape,
     default,
     fitting,
-    padded_columns,
 )
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
@@ -48,8 +45,6 @@ class GemmCall(NamedTuple):
         residual: `[M, N]`, rows contiguous, or None.
         lead: the result's shape without its last dimension.
         row_scale: the factor of every row by an RMSNorm, float32 `[M]`, if the caller has computed it.
-        scale: factors of the columns, `[N]`, for a weight of 8-bit values.
-        up, up_bias: the second weight `[N, R]` and bias `[N]` of a chain; `weight` and `bias` are the first ones.
     """
 
     x: Tensor
@@ -62,9 +57,6 @@ class GemmCall(NamedTuple):
     lead: torch.Size
     row_scale: Tensor | None = None
     rotary: Rotary | None = None
-    scale: Tensor | None = None
-    up: Tensor | None = None
-    up_bias: Tensor | None = None
 
 
 def gemm_call(
@@ -77,7 +69,6 @@ def gemm_call(
     norm: Norm | None = None,
     row_scale: Tensor | None = None,
     rotary: Rotary | None = None,
-    scale: Tensor | None = None,
 ) -> GemmCall:
     """Return the tensors of a call as 2-D views, or copies where kernels cannot read their strides."""
     k = x.shape[-1]
@@ -104,33 +95,11 @@ def gemm_call(
         transposed=transposed,
         head_dim=0 if rotary is None else rotary.head_dim,
         turned=0 if rotary is None else rotary.turned,
-        stored="" if scale is None else str(weight.dtype).removeprefix("torch."),
         aligned=all(width * x.element_size() % 16 == 0 for width in (n, k)) and all(map(_aligned, read)),
     )
     if row_scale is not None:
         row_scale = row_scale.reshape(rows).contiguous()
-    scale = None if scale is None else scale.reshape(-1).contiguous()
-    return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary, scale)
-
-
-def chain_call(
-    x: Tensor,
-    down: Tensor,
-    down_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-) -> GemmCall:
-    """Return the tensors of a chain of two GEMMs, as `gemm_call` does of one."""
-    first = gemm_call(CHAIN, x, down.contiguous(), down_bias, None, activation)
-    columns = up.shape[0]
-    return first._replace(
-        shape=replace(first.shape, n=columns, inner=down.shape[0], residual=residual is not None),
-        residual=None if residual is None else _rows_contiguous(residual.reshape(-1, columns)),
-        up=up.contiguous(),
-        up_bias=None if up_bias is None else up_bias.contiguous(),
-    )
+    return GemmCall(flat, weight, bias, flat_residual, norm, activation, shape, x.shape[:-1], row_scale, rotary)
 
 
 def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
@@ -143,13 +112,13 @@ def resolve_config(call: GemmCall, text: str) -> GemmConfig | None:
     Raises:
         ArgumentError: the text is no configuration.
     """
-    own = in_bucket(text, call.shape.m)
-    if own:
-        GemmConfig.parse(own)
+    config = in_bucket(text, call.shape.m)
+    if config:
+        GemmConfig.parse(config)
     if call.x.device.type != "cuda" or not call.x.numel() or not call.shape.n or not _agree(call):
         return None
     capability, processors = device_limits(call.x.device.index or 0)
-    given = fitting(own, call.shape, call.x.dtype, capability) if own else None
+    given = fitting(config, call.shape, call.x.dtype, capability) if config else None
     if given is not None:
         return given
     usual = default(replace(call.shape, m=bucket_of(call.shape.m)), call.x.dtype, capability, processors)
@@ -174,7 +143,7 @@ def compute_normed(call: GemmCall, config: GemmConfig, norm: Norm) -> tuple[Tens
 
 
 def compute(call: GemmCall, config: GemmConfig) -> Tensor:
-    """Run a GEMM, or a chain of two; result `[..., N]`, contiguous."""
+    """Run a GEMM; result `[..., N]`, contiguous."""
     mean, rstd = None, call.row_scale
     if call.norm is not None and rstd is None:
         if config.kind == "tile" or (config.kind in GLUON and call.shape.commutes):
@@ -182,9 +151,7 @@ def compute(call: GemmCall, config: GemmConfig) -> Tensor:
         else:
             call = call._replace(x=normalise(call.x, call.norm), norm=None)
     out = call.x.new_empty(call.shape.m, call.shape.n)
-    if call.up is not None:
-        _chain(call, config, out)
-    elif config.kind == "tile":
+    if config.kind == "tile":
         _tile(call, config, out, None, mean, rstd)
     elif config.kind == "tilelang":
         _tilelang(call, config, out)
@@ -225,7 +192,7 @@ def _tile(
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
-        0 if call.residual is None else call.residual.stride(0), *_positions(call), call.scale,
+        0 if call.residual is None else call.residual.stride(0), *_positions(call),
         BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
         GROUP_M=config.tile_group_rows(shape, x.element_size()), SPLITS=config.split,
         EVEN_N=shape.n % width == 0, EVEN_K=shape.k % config.block_k == 0, MERGE=merge,
@@ -235,7 +202,6 @@ def _tile(
         NORM="none" if norm is None else norm.kind,
         HAS_NORM_WEIGHT=norm is not None and norm.weight is not None,
         HAS_NORM_BIAS=norm is not None and norm.bias is not None, HEAD_DIM=shape.head_dim,
-        SCALED=call.scale is not None,
         num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
     )  # fmt: skip
 
@@ -289,22 +255,6 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
         )  # fmt: skip
 
 
-def _chain(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
-    from stof.fusion.templates.triton.chained_gemm import chain_kernel
-
-    x, down, up, shape = call.x, call.weight, call.up, call.shape
-    assert up is not None
-    with_stable_key(chain_kernel)[(-(-shape.m // config.block_m) * config.split,)](
-        x, down, call.bias, up, call.up_bias, call.residual, out,
-        shape.m, shape.n, shape.k, shape.inner, x.stride(0), down.stride(0), up.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, INNER=padded_columns(shape.inner),
-        PARTS=config.split, ACTIVATION=call.activation, FAST=x.device.type == "cuda",
-        HAS_DOWN_BIAS=call.bias is not None, HAS_UP_BIAS=call.up_bias is not None,
-        HAS_RESIDUAL=call.residual is not None, num_warps=config.warps, num_stages=config.stages, **pdl_options(x),
-    )  # fmt: skip
-
-
 def _tilelang(call: GemmCall, config: GemmConfig, out: Tensor) -> None:
     from stof.fusion.templates.tilelang_gemm import launch
 
@@ -320,12 +270,11 @@ def _positions(call: GemmCall) -> tuple[Tensor | None, Tensor | None, int, int]:
 
 
 def _agree(call: GemmCall) -> bool:
-    """Whether all tensors have one device and, but for 8-bit weights, one dtype; PyTorch computes or refuses others."""
+    """Whether all tensors have one device and dtype; PyTorch computes or refuses others."""
     norm = () if call.norm is None else (call.norm.weight, call.norm.bias)
     tables = () if call.rotary is None else call.rotary[:2]
-    others = [call.weight, call.bias, call.residual, call.row_scale, call.scale, *norm, *tables]
-    one_dtype = call.weight.dtype == call.x.dtype if call.scale is None else call.weight.dtype in STORED
-    return one_dtype and all(t.device == call.x.device for t in others if t is not None)
+    others = [call.weight, call.bias, call.residual, call.row_scale, *norm, *tables]
+    return call.weight.dtype == call.x.dtype and all(t.device == call.x.device for t in others if t is not None)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The templates in plain PyTorch: what they mean, what serves where no kernel does, and what they are compared with."""
+"""The templates in plain PyTorch: what they mean, what serves where no kernel does, and what they are compared with.
+
+Signatures and docstrings are those of the operators too (`operators.py`), which check arguments and raise.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,15 @@ def row_factors(x: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
-    """`act(x @ weight.T + bias) + residual`."""
+    """`act(x @ weight.T + bias) + residual`.
+
+    Args:
+        x: `[..., K]`, float16, bfloat16 or float32 on a GPU, any floating dtype elsewhere.
+        weight: `[N, K]` of x's dtype, contiguous in either direction.
+        bias: None or `[N]`.
+        residual: None or `[..., N]`.
+        activation: "none", "gelu", "gelu_tanh", "relu" or "silu".
+    """
     out = activated(F.linear(x, weight, bias), activation)
     return out if residual is None else out + residual
 
@@ -47,12 +58,32 @@ def norm_linear(
     eps: float,
     activation: str,
 ) -> Tensor:
-    """`act(norm(x) @ weight.T + bias)`."""
+    """`act(norm(x) @ weight.T + bias)`; the norm is over the last dimension of x.
+
+    An RMSNorm without weight scales rows, which commutes with the GEMM: the Gluon kernels run the GEMM on x as it
+    is and scale its rows. Fold the norm's weight into the linear's to get there. Otherwise rows are normalized on their
+    way into the GEMM (plain tiles), or by a kernel of their own before it.
+
+    Args:
+        x, weight, bias, activation: as for `stof::linear`.
+        norm_weight, norm_bias: None or `[K]`.
+        norm: "rms" or "layer".
+        eps: added to the mean square or variance.
+    """
     return linear(normalised(x, norm_weight, norm_bias, norm, eps), weight, bias, None, activation)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """`act(x @ gate.T) * (x @ up.T)`, gate the first half of the weight's rows, up the second."""
+    """`act(x @ gate.T) * (x @ up.T)`, as in SwiGLU ("silu") and GEGLU ("gelu", "gelu_tanh").
+
+    Args:
+        x, activation: as for `stof::linear`.
+        weight: `[2 N, K]`, the gate's rows first, then up's.
+        bias: None or `[2 N]`, in the same order.
+
+    Raises:
+        ArgumentError: a weight with an odd number of rows.
+    """
     gate, up = F.linear(x, weight, bias).chunk(2, -1)
     return activated(gate, activation) * up
 
@@ -70,7 +101,17 @@ def rms_linear(
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """`act((rstd * x * norm_weight) @ weight.T + bias)`, rstd `[...]` one factor a row."""
+    """`act((rstd * x * norm_weight) @ weight.T + bias)`: an RMSNorm whose row factors are given, and a GEMM.
+
+    The kernels compute `rstd * (x @ (weight * norm_weight).T)`: rows are scaled in float32 on their way out, and the
+    weight with the norm's folded in is kept from the first call on (`folded_weights.folded`). Source: Zhang & Sennrich
+    2019, "Root Mean Square Layer Normalization", equation 4.
+
+    Args:
+        x, weight, bias, activation: as for `stof::linear`.
+        rstd: `[...]`, float32 (float64 for float64 x), `1 / sqrt(mean(x^2) + eps)` of every row.
+        norm_weight: None or `[K]`.
+    """
     return linear(_factored(x, rstd, norm_weight), weight, bias, None, activation)
 
 
@@ -82,7 +123,15 @@ def rms_gated_linear(
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """`act(n @ gate.T) * (n @ up.T)` with n = rstd * x * norm_weight."""
+    """`act(n @ gate.T) * (n @ up.T)` with n = rstd * x * norm_weight.
+
+    Args:
+        x, rstd, norm_weight, activation: as for `stof::rms_linear`.
+        weight, bias: as for `stof::gated_linear`.
+
+    Raises:
+        ArgumentError: a weight with an odd number of rows.
+    """
     return gated_linear(_factored(x, rstd, norm_weight), weight, bias, activation)
 
 
@@ -97,7 +146,21 @@ def rotary_linear(
     turned: int,
     head_dim: int,
 ) -> Tensor:
-    """`norm(x) @ weight.T + bias`, the heads of the first `turned` columns rotated by cos and sin."""
+    """`(rstd * x * norm_weight) @ weight.T + bias`, then a rotary embedding of the heads in its first `turned` columns.
+
+    `h * cos + cat(-h[half:], h[:half]) * sin` for each head h, as LLaMA rotates query and key. Source: Su et al. 2021,
+    "RoFormer", equation 34.
+
+    Args:
+        x, norm_weight, weight, bias: as for `stof::rms_linear`.
+        rstd: as there, or None for no norm.
+        cos, sin: `[..., head_dim]` of x's dtype; row r of x (leading dimensions flattened) takes their row r modulo the
+            number of rows they have.
+        turned: a multiple of head_dim.
+
+    Raises:
+        ArgumentError: columns that are no heads.
+    """
     out = linear(_factored(x, rstd, norm_weight) if rstd is not None else x, weight, bias, None, "none")
     heads = out[..., :turned].unflatten(-1, (-1, head_dim))
     first, second = heads.chunk(2, -1)
@@ -118,30 +181,18 @@ def linear_norm(
     norm: str,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`(h, norm(h))` with h = x @ weight.T + bias + residual."""
+    """`(h, norm(h))` with h = x @ weight.T + bias + residual.
+
+    The bias and the residual are part of the GEMM; the norm reads h while it is in the L2.
+
+    Args:
+        x, weight, bias, residual: as for `stof::linear`.
+        norm_weight, norm_bias: None or `[N]`.
+        norm: "rms" or "layer".
+        eps: added to the mean square or variance.
+
+    Returns:
+        Two tensors `[..., N]` in x's dtype; the norm is of h as it was rounded.
+    """
     h = linear(x, weight, bias, residual, "none")
     return h, normalised(h, norm_weight, norm_bias, norm, eps)
-
-
-def scaled_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> Tensor:
-    """`act(scale * (x @ weight.T) + bias) + residual`, scale one factor a row of the weight."""
-    # The own values first: integers of this size are exact in every dtype, but float16 has no room for their sums.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = (F.linear(x.to(wide), weight.to(wide)) * scale.reshape(-1).to(wide)).to(x.dtype)
-    out = activated(out if bias is None else out + bias, activation)
-    return out if residual is None else out + residual
-
-
-def chain_linear(
-    x: Tensor,
-    down: Tensor,
-    down_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-) -> Tensor:
-    """`act(x @ down.T + down_bias) @ up.T + up_bias + residual`."""
-    return linear(linear(x, down, down_bias, None, activation), up, up_bias, residual, "none")

@@ -16,7 +16,7 @@ from stof.fusion.templates.candidates import configs
 from stof.fusion.templates.gemm_config import GemmConfig, GemmShape, config_problems, default, unsupported
 from stof.fusion.templates.row_buckets import bucket_of
 
-# What the break-even table of `benchmarks/notes/fusion.md` asks for at K = 1024.
+# The break-even at K = 1024 in the table of `benchmarks/notes/fusion.md`.
 _ASSUMED_FRACTION = 0.76
 # Query, key and value, 4096 tokens, H200: BERT's 27.2 us where cuBLAS takes 24.6; LLaMA-1B's as fast as cuBLAS's.
 _PLAIN_FRACTION = 0.9
@@ -89,9 +89,9 @@ class Template:
         name: the operator's name after `stof::`.
         slots: the sequences it covers.
         reference: the same function in plain PyTorch.
-        passes: how often less than Inductor's code it goes over the tensors between the GEMM and its neighbours; 2
-            is one write and one read.
-        share: the share of cuBLAS's speed its GEMM is assumed to reach where nothing has been measured.
+        saved_passes: how often less than Inductor's code it goes over the tensors between the GEMM and its neighbours;
+            2 is one write and one read.
+        cublas_fraction: the share of cuBLAS's speed its GEMM is assumed to reach where nothing has been measured.
     """
 
     name: str
@@ -99,7 +99,6 @@ class Template:
     reference: Callable[..., Any]
     saved_passes: int
     cublas_fraction: float = _ASSUMED_FRACTION
-    by_rule: bool = True
 
     @property
     def operator(self) -> Callable[..., Any]:
@@ -164,13 +163,6 @@ class Template:
 
 
 TEMPLATES: tuple[Template, ...] = (
-    # By rule only where a GEMM takes as long as its weight is copied, whatever share of cuBLAS's speed that is.
-    Template(
-        "scaled_linear",
-        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
-        reference.scaled_linear,
-        saved_passes=2,
-    ),
     Template(
         "linear",
         (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_RESIDUAL, optional=True)),
@@ -218,13 +210,5 @@ TEMPLATES: tuple[Template, ...] = (
         saved_passes=1,
         # BERT's down-projection, residual and LayerNorm, 4096 tokens, H200: 41.1 us; cuBLAS's GEMM alone takes 28.3.
         cublas_fraction=0.69,
-    ),
-    # What it saves is a kernel's start: what lies between is small beside the rows and the result.
-    Template(
-        "chain_linear",
-        (Slot(_LINEAR), Slot(_ACTIVATION, optional=True), Slot(_LINEAR), Slot(_RESIDUAL, optional=True)),
-        reference.chain_linear,
-        saved_passes=2,
-        by_rule=False,
     ),
 )

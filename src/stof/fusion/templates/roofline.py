@@ -24,16 +24,12 @@ def floor_us(
     """Microseconds that a GEMM's tiles take at the least, on the multiprocessor that has most of them.
 
     A tile multiplies at the tensor cores' rate, and reads its rows and columns from the L2 meanwhile; whichever takes
-    longer bounds it. Epilogues, launches and latencies come on top. 0 for chains,
-    whose two GEMMs have tiles of their own.
+    longer bounds it. Epilogues, launches and latencies come on top.
     """
-    if shape.inner:
-        return 0.0
     width = config.block_n // 2 if shape.gated else config.block_n
     programs = -(-shape.m // config.block_m) * -(-shape.n // width) * config.split
     depth = -(-shape.k // config.split)
     rate = _PER_CYCLE.get(capability, _MOST_PER_CYCLE) * 2 / max(2, dtype.itemsize)
     multiply = 2.0 * config.block_m * config.block_n * depth / rate
-    row_bytes = config.block_m * dtype.itemsize + config.block_n * shape.weight_size(dtype.itemsize)
-    read = row_bytes * depth / _L2_BYTES.get(capability, _MOST_L2_BYTES)
+    read = (config.block_m + config.block_n) * dtype.itemsize * depth / _L2_BYTES.get(capability, _MOST_L2_BYTES)
     return -(-programs // processors) * max(multiply, read) / _CYCLES.get(capability, _MOST_CYCLES)

@@ -41,9 +41,9 @@ def nearest_first(text: str, rows: int) -> list[str]:
 
     Of two buckets at equal distance the larger comes first. Text without buckets gives an empty list.
     """
-    found = table(text) if "=" in text else {}
-    own = bucket_of(rows).bit_length()
-    return [found[bucket] for bucket in sorted(found, key=lambda one: (abs(one.bit_length() - own), -one))]
+    configs = table(text) if "=" in text else {}
+    bits = bucket_of(rows).bit_length()
+    return [configs[bucket] for bucket in sorted(configs, key=lambda one: (abs(one.bit_length() - bits), -one))]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,10 +54,10 @@ def table(text: str) -> Mapping[int, str]:
         ArgumentError: buckets that are none.
     """
     entries = [entry.partition("=") for entry in text.split(";")]
-    found = {int(bucket): config for bucket, _, config in entries if bucket.isdecimal()}
-    if len(found) != len(entries) or any(bucket != bucket_of(bucket) for bucket in found):
+    configs = {int(bucket): config for bucket, _, config in entries if bucket.isdecimal()}
+    if len(configs) != len(entries) or any(bucket != bucket_of(bucket) for bucket in configs):
         raise ArgumentError(
             f"{text!r} names no configurations of buckets; expected ROWS=CONFIGURATION separated by ';', "
             f"with ROWS powers of two from {SMALLEST} up"
         )
-    return found
+    return configs

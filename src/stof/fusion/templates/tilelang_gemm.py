@@ -52,7 +52,7 @@ def program(
     def damped(x, z):
         return x / (1.0 + T.exp2(z))
 
-    # As in `device.activate`, but for the exact GELU, which has an instruction sequence of CUDA's here.
+    # As in `device_functions.activate`, but for the exact GELU, which has an instruction sequence of CUDA's here.
     act = {
         "none": lambda x: x,
         "gelu": lambda x: 0.5 * x * (1.0 + T.erf(x * 0.7071067811865476)),

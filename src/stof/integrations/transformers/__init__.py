@@ -5,7 +5,7 @@
     hf.sparsify(model, masks.longformer(64, 64))  # optional: a sparse mask for the self-attention layers
 
 The model's own mask (causal, padding, sliding window, packed sequences) becomes one stof mask per forward pass,
-shared by all layers. Forward passes only; attention dropout and returned attention weights are refused.
+shared by all layers. Models train with it; attention dropout and returned attention weights are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ except ImportError as error:
         "install it with pip install --upgrade transformers"
     ) from error
 
+from stof.handles import FULL
 from stof.integrations.transformers.attention import attention_forward
 from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_mask import NAME
@@ -34,7 +35,6 @@ from stof.integrations.transformers.packed_calls import cache_of, watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
-from stof.operators import FULL
 
 __all__ = [
     "ModelMask",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from stof.handles import FULL, Intersection, intersection, is_full
 from stof.integrations.transformers.given_masks import check_padding
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
-from stof.operators import FULL, Intersection, intersection, is_full
 
 
 def make_mask(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -10,40 +9,10 @@ from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
-from stof.masks import Index, Mask
-from stof.masks.bounds import TileBounds
-from stof.masks.compose import Wrapped
+from stof.handles import Intersection, intersection
+from stof.masks import Mask, placed
 from stof.masks.rules import Documents
-from stof.operators import Intersection, intersection
 from stof.plans.plan import Plan
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Later(Wrapped):
-    """The inner mask, of whole sequences, for queries and keys that begin at these positions."""
-
-    q_offset: int
-    kv_offset: int
-
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return ()  # those of the inner mask are for its own rows
-
-    def check(self, q_len: int, kv_len: int) -> None:
-        self.mask.check(q_len + self.q_offset, kv_len + self.kv_offset)
-
-    def _moved(self, index: Index) -> Index:
-        q_len, kv_len = index.q_len + self.q_offset, index.kv_len + self.kv_offset
-        return Index(index.b, index.h, index.q + self.q_offset, index.kv + self.kv_offset, q_len, kv_len)
-
-    def tile_bounds(self, index: Index) -> TileBounds:
-        return self.mask.tile_bounds(self._moved(index))
-
-    def evaluate(self, index: Index) -> Tensor:
-        return self.mask.evaluate(self._moved(index))
-
-    def __repr__(self) -> str:
-        return f"<{self.mask!r} from query {self.q_offset} and key {self.kv_offset}>"
 
 
 class _NotATensorError(UnsupportedError, AttributeError):
@@ -129,11 +98,9 @@ class ModelMask:
         if sparse is None:
             return self.mask
         q_offset, kv_offset = int(self.q_offset), self.kv_offset
-        if kv_offset == 0:
-            return intersection(self.mask, sparse.with_query_offset(q_offset))
-        # A cache that dropped its first keys.
-        sparse.check(self.shape[2] + q_offset, self.shape[3] + kv_offset)
-        return intersection(self.mask, _Later(sparse, q_offset, kv_offset))
+        if kv_offset:  # a cache that dropped its first keys
+            sparse.check(self.shape[2] + q_offset, self.shape[3] + kv_offset)
+        return intersection(self.mask, placed(sparse, q_offset, kv_offset))
 
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""

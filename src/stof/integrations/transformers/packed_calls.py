@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stof.errors import UnsupportedError
+from stof.handles import FULL
 from stof.integrations.transformers.layer_code import calls_interface
 from stof.integrations.transformers.layer_mask import NAME
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, check, describe
 from stof.masks import documents
-from stof.operators import FULL
 from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.

@@ -6,29 +6,16 @@ matrix products of one row block at a time.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stof.kernels.common import empty_output, softmax_and_lse
-from stof.kernels.cpu.schedule import (
-    COLUMN_OFFSET,
-    COLUMNS,
-    EMPTY_ROWS,
-    FIRST_COLUMN,
-    MASK_OFFSET,
-    MERGE,
-    ROW_START,
-    ROW_STOP,
-    Schedule,
-    Step,
-)
+from stof.kernels.cpu.schedule import COLUMNS, EMPTY_ROWS, MASK_OFFSET, MERGE, Schedule, Step
+from stof.kernels.cpu.steps import MaskReader, Rows, bias_dtype, bias_part, fold_heads, keys_of, narrow_bias
 from stof.runtime.private import flash_attention_cpu
 
-# Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
-_EXPANDED_MASKS = 4
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -66,7 +53,7 @@ class _Call(NamedTuple):
             v=self.v[batches, kv_heads],
             out=self.out[batches, heads],
             lse=self.lse[batches, heads],
-            bias=None if self.bias is None else _narrow(self.bias, batches, heads),
+            bias=None if self.bias is None else narrow_bias(self.bias, batches, heads),
         )
 
     def sequence(self, b: int) -> _Call:
@@ -116,7 +103,7 @@ def row_block_attention(
 def _run(call: _Call, schedule: Schedule) -> None:
     """Write `call.out` and `call.lse`."""
     batch, heads, _ = call.lse.shape
-    masks = _MaskReader(schedule, call.q.dtype)
+    masks = MaskReader(schedule, call.q.dtype)
     for batches, head_range, pattern in schedule.ranges(batch, heads, heads // call.k.shape[1]):
         part = call.part(batches, head_range)
         order = schedule.rows[pattern] if schedule.rows.numel() else None
@@ -124,12 +111,7 @@ def _run(call: _Call, schedule: Schedule) -> None:
             _run_batch(part, steps, schedule, masks, order)
 
 
-def _narrow(bias: Tensor, batches: slice, heads: slice) -> Tensor:
-    bias = bias if bias.shape[0] == 1 else bias[batches]
-    return bias if bias.shape[1] == 1 else bias[:, heads]
-
-
-def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskReader, order: Tensor | None) -> None:
+def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: MaskReader, order: Tensor | None) -> None:
     """Compute steps of equal size and write their rows of `call.out` and `call.lse`.
 
     A fused call has one batch dimension: it holds the sequences, or the steps of one sequence, whichever are more.
@@ -137,14 +119,14 @@ def _run_batch(call: _Call, steps: list[Step], schedule: Schedule, masks: _MaskR
     sequences = call.q.shape[0]
     if len(steps) == 1 or sequences >= len(steps):
         for step in steps:
-            _compute(call, _Rows([step], order), [step], schedule, masks)
+            _compute(call, Rows([step], order), [step], schedule, masks)
         return
-    rows = _Rows(steps, order)
+    rows = Rows(steps, order)
     for b in range(sequences):
         _compute(call.sequence(b), rows, steps, schedule, masks)
 
 
-def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader) -> None:
+def _compute(call: _Call, rows: Rows, steps: list[Step], schedule: Schedule, masks: MaskReader) -> None:
     first = steps[0]
     if not first[COLUMNS]:
         rows.fill(call.out, 0.0)
@@ -161,72 +143,10 @@ def _compute(call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, ma
     rows.put(call.lse, lse)
 
 
-class _Rows:
-    """The rows of a batch of steps, read and written as `[n, h, height, ...]`.
-
-    One step: `n` is the number of sequences, and rows are a slice. Several steps: `n` steps of one sequence, as a
-    strided view. Permuted rows are gathered and scattered.
-    """
-
-    def __init__(self, steps: list[Step], order: Tensor | None) -> None:
-        self.steps = len(steps)
-        self.start, self.height = steps[0][ROW_START], steps[0][ROW_STOP] - steps[0][ROW_START]
-        self.distance = steps[1][ROW_START] - self.start if self.steps > 1 else 0
-        self.places: Tensor | None = None
-        if order is not None:
-            self.places = torch.cat([order[step[ROW_START] : step[ROW_STOP]] for step in steps])
-
-    def take(self, x: Tensor) -> Tensor:
-        """From `[b, h, S, ...]`; a view where rows are not permuted."""
-        if self.places is not None:
-            return _unfold(x.index_select(2, self.places), self.steps)
-        if self.steps == 1:
-            return x[:, :, self.start : self.start + self.height]
-        return _windows(x, self.start, self.height, self.distance, self.steps)
-
-    def fill(self, x: Tensor, value: float) -> None:
-        if self.places is None:
-            self.take(x).fill_(value)
-        else:
-            x.index_fill_(2, self.places, value)
-
-    def put(self, x: Tensor, value: Tensor) -> None:
-        if self.places is None:
-            self.take(x).copy_(value)
-        else:
-            folded = value if self.steps == 1 else value.transpose(0, 1).flatten(1, 2)[None]
-            x.index_copy_(2, self.places, folded)
-
-
-def _windows(x: Tensor, start: int, length: int, distance: int, count: int) -> Tensor:
-    """`[count, h, length, ...]`, possibly overlapping views of `[1, h, S, ...]`, `distance` apart along S."""
-    _, head_stride, stride, *rest = x.stride()
-    size = (count, x.shape[1], length, *x.shape[3:])
-    return x.as_strided(size, (distance * stride, head_stride, stride, *rest), x.storage_offset() + start * stride)
-
-
-def _unfold(x: Tensor, steps: int) -> Tensor:
-    """`[1, h, steps * n, ...]` to `[steps, h, n, ...]`; unchanged for one step."""
-    return x if steps == 1 else x[0].unflatten(1, (steps, -1)).transpose(0, 1)
-
-
-def _keys(x: Tensor, steps: list[Step], schedule: Schedule) -> Tensor:
-    """The columns of a batch of steps, `[n, hkv, columns, ...]` from `[b, hkv, Skv, ...]`."""
-    first, count = steps[0][FIRST_COLUMN], steps[0][COLUMNS]
-    if first < 0:
-        offset = steps[0][COLUMN_OFFSET]
-        return _unfold(x.index_select(2, schedule.columns[offset : offset + len(steps) * count]), len(steps))
-    if len(steps) == 1:
-        return x[:, :, first : first + count]
-    return _windows(x, first, count, steps[1][FIRST_COLUMN] - first, len(steps))
-
-
-def _attend(
-    call: _Call, rows: _Rows, steps: list[Step], schedule: Schedule, masks: _MaskReader
-) -> tuple[Tensor, Tensor]:
+def _attend(call: _Call, rows: Rows, steps: list[Step], schedule: Schedule, masks: MaskReader) -> tuple[Tensor, Tensor]:
     """One attention call: `[n, h, height, Dv]` and `[n, h, height]`."""
     count, masked = steps[0][COLUMNS], steps[0][MASK_OFFSET] >= 0
-    k, v = _keys(call.k, steps, schedule), _keys(call.v, steps, schedule)
+    k, v = keys_of(call.k, steps, schedule), keys_of(call.v, steps, schedule)
     q = rows.take(call.q)
     batch, heads, height, width = q.shape
     group = heads // k.shape[1]
@@ -237,18 +157,18 @@ def _attend(
         mask = (each[0][None] if len(each) == 1 else torch.stack(each))[:, None]  # [n | 1, 1, height, columns]
         added = mask
     if call.bias is not None:
-        added = _bias_part(call.bias, rows, steps, schedule).to(_bias_dtype(call.bias, q))
+        added = bias_part(call.bias, rows, steps, schedule).to(bias_dtype(call.bias, q))
         added = added if mask is None else added.masked_fill(mask == -torch.inf, -torch.inf)
     if group > 1:
         q = q.reshape(batch, heads // group, group * height, width)
-        added = None if added is None else _fold_heads(added, heads, group, height, count)
+        added = None if added is None else fold_heads(added, heads, group, height, count)
 
     def hidden() -> Tensor | None:
         """Where the mask hides a key, `[n | 1, 1, rows, columns]`."""
         if mask is None:
             return None
         where = mask == -torch.inf
-        return where if group == 1 else _fold_heads(where, heads, group, height, count)
+        return where if group == 1 else fold_heads(where, heads, group, height, count)
 
     if not call.is_fused:
         out, lse = _plain(q, k, v, added, hidden(), call)
@@ -312,34 +232,6 @@ def _corrected(
     return out, lse if empty is None else lse.masked_fill_(empty, -torch.inf)
 
 
-def _bias_part(bias: Tensor, rows: _Rows, steps: list[Step], schedule: Schedule) -> Tensor:
-    """What a batch of steps needs of a bias, `[n | 1, h | 1, height | 1, columns | 1]`; broadcast dimensions stay 1."""
-    by_row = bias.shape[2] > 1
-    if by_row:
-        bias = rows.take(bias)
-    if bias.shape[3] == 1:
-        return bias
-    across = bias.transpose(2, 3)  # columns where keys have them
-    if len(steps) == 1 or not by_row:
-        return _keys(across, steps, schedule).transpose(2, 3)
-    each = [_keys(across[n : n + 1], [step], schedule) for n, step in enumerate(steps)]
-    return torch.cat(each).transpose(2, 3)
-
-
-def _bias_dtype(bias: Tensor, q: Tensor) -> torch.dtype:
-    """16-bit queries take a bias of another dtype in float32, the others in their own: all that PyTorch accepts."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and bias.dtype != q.dtype else q.dtype
-
-
-def _fold_heads(added: Tensor, heads: int, group: int, height: int, count: int) -> Tensor:
-    """`[b | 1, h | 1, rows | 1, n | 1]` to `[b | 1, hkv | 1, group * rows, n]` for heads folded into rows."""
-    if added.shape[1] == 1:
-        return added.expand(-1, group, height, count).reshape(added.shape[0], 1, group * height, count)
-    full = added.expand(-1, heads, height, count)
-    return full.reshape(added.shape[0], heads // group, group * height, count)
-
-
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, hidden: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor]:
@@ -354,31 +246,3 @@ def _plain(
         scores.masked_fill_(hidden, -torch.inf)  # also scores that are NaN
     weights, lse = softmax_and_lse(scores)
     return (weights @ v.to(dtype)).to(q.dtype), lse
-
-
-class _MaskReader:
-    """Expands packed masks to additive ones, 8 columns per table look-up."""
-
-    def __init__(self, schedule: Schedule, dtype: torch.dtype) -> None:
-        self._bytes = schedule.mask_bytes
-        self._table = _additive_table(dtype)
-        self._expanded: dict[tuple[int, int, int], Tensor] = {}
-
-    def additive(self, offset: int, rows: int, columns: int) -> Tensor:
-        """`[rows, columns]`: 0 where kept, -inf elsewhere."""
-        key = (offset, rows, columns)
-        if key not in self._expanded:
-            if len(self._expanded) >= _EXPANDED_MASKS:
-                self._expanded.pop(next(iter(self._expanded)))
-            width = -(-columns // 8)
-            packed = self._bytes[offset : offset + rows * width].int()
-            spread = self._table.index_select(0, packed).view(rows, width * 8)
-            self._expanded[key] = spread[:, :columns]
-        return self._expanded[key]
-
-
-@lru_cache(maxsize=8)
-def _additive_table(dtype: torch.dtype) -> Tensor:
-    """`[256, 8]`: the eight additive values each byte stands for."""
-    bits = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1
-    return torch.zeros(256, 8, dtype=dtype, device="cpu").masked_fill_(bits == 0, -torch.inf)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stof.kernels.common import PARTIAL_TILE_COST
 from stof.kernels.hopper.tile_lists import ITEM, TileLists
-from stof.layout.build.build import PARTIAL_TILE_COST
 from stof.runtime.memory import tensors_on_host
 
 # Integers of a work tile's descriptor: its fields, and the columns of its first tile. 128 bytes, one load of a warp.

@@ -12,6 +12,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
 from stof.kernels.implementation import BoundCall, Options, attend_once
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
+from stof.kernels.triton.operands import needs_int64_offsets, padded_rows, row_strides, row_unit, rows_fit
 from stof.kernels.triton.work_list import BIAS_VECTOR, PreparedWork
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import Launch
@@ -34,14 +35,14 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     """
     work, config = prepared.work, prepared.config
     scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
-    if not _fits(q, 1) or not all(_fits(x, _ROW_UNITS.get(x.dtype, 1)) for x in (k, v)):
+    if not rows_fit(q, 1) or not all(rows_fit(x, row_unit(x)) for x in (k, v)):
         return _with_copies(prepared, scale, softcap)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     out = empty_output(q, v)
     copy_out = out.stride(3) != 1
-    kv_strides = (*_strides(k), *_strides(v))
-    unit = _ROW_UNITS.get(k.dtype, 1) if any(n % 16 for n in (head_dim, value_dim, *kv_strides)) else 1
+    kv_strides = (*row_strides(k), *row_strides(v))
+    unit = row_unit(k) if any(n % 16 for n in (head_dim, value_dim, *kv_strides)) else 1
     out_strides = out.stride()[:3] if not copy_out else (heads * q_len * value_dim, q_len * value_dim, value_dim)
 
     per_group = heads // kv_heads
@@ -56,8 +57,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
-    *row_strides, column_stride = bias_strides
-    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in row_strides)
+    *outer_strides, column_stride = bias_strides
+    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in outer_strides)
     mask_batch, mask_heads = work.pattern_of.shape
     if pack > 1 and mask_heads > 1:
         raise UnfitLayoutError("packed heads share one mask; this layout has one for each head")
@@ -80,7 +81,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
             work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
             work.splits > 0, work.has_nan_items, work.shared, work.contiguous_tiles, has_score_mod, softcap > 0,
             bias is not None, bias_vectors, bias_vectors and work.kv_len % BIAS_VECTOR == 0, sinks is not None, unit,
-            _needs_int64_offsets(q, k, v, out, bias), k.stride(2) == v.stride(2),
+            needs_int64_offsets(q, k, v, out, bias), k.stride(2) == v.stride(2),
             "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, supports_pdl(q.device),
         ),
         num_warps=config.num_warps,
@@ -117,44 +118,13 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     return call
 
 
-# Rows of K and V begin and end at multiples of 16 bytes. Copies of less than 4 bytes to shared memory are not
-# asynchronous: Triton then puts K and V at one shared memory address, where the assembler (ptxas 12.8, sm_90) takes the
-# matrix descriptor of one for that of the other. Copies of 4 bytes, as of float32, are asynchronous.
-_ROW_UNITS = {torch.float16: 8, torch.bfloat16: 8}
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Those of the first three dimensions, 0 where a dimension has one entry."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-
-
-def _fits(x: Tensor, unit: int) -> bool:
-    """Whether the kernel can read a tensor: its rows are contiguous, and whole units (elements)."""
-    return (x.stride(3) == 1 or x.shape[3] == 1) and not any(n % unit for n in (x.shape[3], *_strides(x)))
-
-
 def _with_copies(prepared: PreparedWork, scale: float, softcap: float) -> BoundCall:
     """A call for tensors that the kernel cannot read as they are: it reads copies, padded with zeros to whole units."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         result = empty_output(q, v)
-        q, k, v = (_padded(x, _ROW_UNITS.get(x.dtype, 1)) for x in (q, k, v))
+        q, k, v = (padded_rows(x, row_unit(x)) for x in (q, k, v))
         out, lse = attend_once(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks))
         return result.copy_(out[..., : result.shape[3]]), lse
 
     return call
-
-
-def _padded(x: Tensor, unit: int) -> Tensor:
-    """The tensor if its rows are whole aligned units; else a contiguous copy, its rows padded with zeros to `unit`s."""
-    width = x.shape[3]
-    if _fits(x, unit) and x.data_ptr() % 16 == 0:
-        return x
-    copy = x.new_zeros(*x.shape[:3], -(-width // unit) * unit)
-    copy[..., :width] = x
-    return copy
-
-
-def _needs_int64_offsets(*tensors: Tensor | None) -> bool:
-    """Whether offsets within one (batch, head) pass 2^31 elements; between them they are 64-bit anyway."""
-    return any(t is not None and t.stride(2) * t.shape[2] + t.stride(3) * t.shape[3] >= 2**31 for t in tensors)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
+from stof.kernels.triton.tile_bits import kept_scores
 from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -96,13 +97,7 @@ def _step(
             s += bias.to(tl.float32)
         s *= LOG2E
     if PARTIAL:
-        # Bit 2 j + b of word q is column 8 j + 2 q + b: a thread of the tensor core's accumulator holds two
-        # neighbouring columns in each group of 8, so one word holds all its bits of a row.
-        j = tl.arange(0, BLOCK_N // 8)
-        b = tl.arange(0, 2)
-        shift = 2 * j[None, :, None, None] + b[None, None, None, :]
-        keep = (words[:, None, :, None] >> shift) & 1
-        s = tl.where(tl.reshape(keep, (BLOCK_M, BLOCK_N)) != 0, s, float("-inf"))
+        s = tl.where(kept_scores(words, BLOCK_M, BLOCK_N), s, float("-inf"))
     if HAS_SCORE_MOD:
         m_new = bounded(tl.maximum(m_i, tl.max(s, 1)))
         p = tl.exp2(s - m_new[:, None])

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import parts_of
+from stof.kernels.common import PARTIAL_TILE_COST, parts_of
 from stof.kernels.config import KernelConfig
 from stof.layout import Layout
-from stof.layout.build.build import PARTIAL_TILE_COST
 
 # Columns of a bias vector: 16 bytes of a bias of 16 bits.
 BIAS_VECTOR = 8
@@ -138,7 +137,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     partial, full = is_partial.nonzero()[:, 0], (~is_partial).nonzero()[:, 0]
     bitmap = layout.tile_bitmap[partial]
     live = layout.tile_live()[partial]
-    columns = _only_live_columns(layout.tile_columns(partial), live)
+    columns = only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
     items[..., ITEM.bitmap] = _padded(bitmap)[items[..., ITEM.partial_begin].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
@@ -171,7 +170,7 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     )
 
 
-def _only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
+def only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     """Columns `[t, block_n]` with those that no row keeps replaced by one of the tile that some row keeps.
 
     So the kernel loads every column of a tile without asking, and still reads nothing that no row keeps of K and V. The

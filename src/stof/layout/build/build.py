@@ -23,11 +23,6 @@ from stof.layout.limits import check_numbers, check_tiles
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 
-# A partial tile costs 1.09 full ones (measured on an H200 with bitmaps in registers, D = 128).
-PARTIAL_TILE_COST = 1.09
-# Row blocks are ordered by whole hundredths: a float sum would round, and so order them, differently on a GPU.
-_PARTIAL_HUNDREDTHS = round(100 * PARTIAL_TILE_COST)
-
 
 def build_layout(
     mask: Mask,
@@ -65,7 +60,7 @@ def build_layout(
     check_tiles(HeadMask(mask, q_len, kv_len, 0, 0, order, torch.device(device)), config)
     if order is None and torch.device(device).type == "cuda":
         dims = (mask_batch, mask_heads)
-        layout = device_layout(mask, q_len, kv_len, config, dims, _PARTIAL_HUNDREDTHS, device=torch.device(device))
+        layout = device_layout(mask, q_len, kv_len, config, dims, device=torch.device(device))
         if layout is not None:
             return layout
     numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
@@ -229,8 +224,6 @@ def pack_layout(
     row_blocks = -(-q_len // config.block_m)
     tile_bitmap = torch.full_like(base, -1)
     tile_bitmap[joined.partial] = number
-    hundredths = (joined.tile_count - partial_count) * 100 + partial_count * _PARTIAL_HUNDREDTHS
-    cost = (hundredths.double() / 100).float()
     return Layout(
         q_len=q_len,
         kv_len=kv_len,
@@ -242,8 +235,6 @@ def pack_layout(
         gathered=gathered.int(),
         tile_bitmap=tile_bitmap.int(),
         bitmaps=bitmaps,
-        cost=cost,
-        order=torch.argsort(hundredths, descending=True, stable=True).int(),
         row_order=None if order is None else order.int().expand(len(partial_count) // row_blocks, -1).contiguous(),
     )
 

@@ -6,6 +6,7 @@ are not empty. Dense masks are reduced tile by tile instead.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.masks.bounds import Range
-from stof.masks.tensors import DenseMask
 
 # Scores, or rectangles, asked for at once: bounds the memory of int64 temporaries to some 100 MB.
 _AT_ONCE = 2**22
@@ -29,7 +29,8 @@ Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def tiles_of(own: HeadMask, config: LayoutConfig) -> Tiles | None:
     """Contiguous tiles of a mask, rows in their order: the fields of `build.Pattern`; None when it cannot say."""
     grid = _Grid(own, config)
-    found = grid.of_dense(own.mask) if isinstance(own.mask, DenseMask) else grid.of_rule()
+    keep = own.mask.as_tensor(own.q_len, own.kv_len)
+    found = grid.of_rule() if keep is None else grid.of_dense(keep)
     return None if found is None else grid.assembled(*found)
 
 
@@ -113,7 +114,7 @@ class _Grid:
             Range(row * tall, (row * tall + tall - 1).clamp(max=self.own.q_len - 1)),
             Range(column * wide, (column * wide + wide - 1).clamp(max=self.own.kv_len - 1)),
         )
-        shape = torch.broadcast_shapes(row.shape, column.shape)
+        shape = np.broadcast_shapes(row.shape, column.shape)  # torch's imports sympy: half a second
         # Tiles that reach past the last key are partial however much they keep.
         inside = (column + 1) * wide <= self.own.kv_len
         return bounds.empty.expand(shape), (bounds.full & inside).expand(shape)
@@ -131,11 +132,13 @@ class _Grid:
                 raise
             return None
 
-    def of_dense(self, mask: DenseMask) -> tuple[Tensor, Tensor, Tensor]:
-        """The same from a dense tensor, which is read tile by tile."""
+    def of_dense(self, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same from a dense tensor `[B | 1, H | 1, q_len, kv_len]`, which is read tile by tile."""
         block_m, block_n = self.config.block_m, self.config.block_n
-        keep = mask.for_rows(self.own.q_len).to(self.device)
-        keep = keep[self.own.b if mask.batch > 1 else 0, self.own.h if mask.heads > 1 else 0]
+        batch, heads = keep.shape[:2]
+        keep = keep[self.own.b if batch > 1 else 0, self.own.h if heads > 1 else 0].to(self.device)
+        if keep.stride(1) > 1:  # reductions of a transposed tensor take three times as long, a copy of it a third
+            keep = keep.contiguous()
         missing = (self.rows * block_m - self.own.q_len, self.columns * block_n - self.own.kv_len)
         if any(missing):
             keep = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))

@@ -102,6 +102,11 @@ def column_order(
     return cluster_rows(keep, block_n)
 
 
+def fitting_orders(mask: Mask, q_len: int) -> tuple[str, ...]:
+    """Names of the orders that a mask names, as far as they fit the number of rows."""
+    return tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
+
+
 class RowOrders:
     """Row orders of one mask at one pair of lengths: those it names, and one found by looking at it, when asked.
 
@@ -109,13 +114,13 @@ class RowOrders:
         mask, q_len, kv_len, batch, heads, device: as for `build_layout`.
 
     Attributes:
-        names: the orders that the mask names, as far as they fit the number of rows.
+        names: `fitting_orders` of the mask.
     """
 
     def __init__(
         self, mask: Mask, q_len: int, kv_len: int, *, batch: int, heads: int, device: torch.device | str
     ) -> None:
-        self.names = tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
+        self.names = fitting_orders(mask, q_len)
         self._q_len = q_len
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         self._evaluated = functools.partial(_evaluated, mask, (q_len, kv_len), (batch, heads), device)

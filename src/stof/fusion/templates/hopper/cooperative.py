@@ -46,9 +46,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
+    GemmArgs,
     advance,
+    allocate_columns,
     fetch_columns,
     fetch_residual,
+    gemm_options,
     previous_stage,
     shared_layout,
     write_tile,
@@ -58,34 +61,34 @@ from stof.runtime.pdl import launch_next_and_wait
 
 @gluon.jit
 @no_type_check
-def _fetch_rows(a_desc, a_smem, full, empty, stage, phase, row, k):
+def _fetch_rows(args, stage, phase, row, k):
     """Start the TMA copy of one step of a consumer's rows."""
-    mbarrier.wait(empty.index(stage), phase)
-    bar = full.index(stage)
+    a_smem = args.a_smem
+    mbarrier.wait(args.a_empty.index(stage), phase)
+    bar = args.a_full.index(stage)
     mbarrier.expect(bar, a_smem.shape[1] * a_smem.shape[2] * (a_smem.dtype.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
+    tma.async_copy_global_to_shared(args.a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
 
 
 @gluon.jit
 @no_type_check
-def _producer(
-    copies, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
-    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, LAG: gl.constexpr, GROUP_M: gl.constexpr,
-    GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def _producer(args, options: gl.constexpr):
     """Producer warp: copy columns and the first consumer's rows of a step, and the second's rows LAG steps later."""
-    (
-        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
-        k_tiles, columns,
-    ) = copies  # fmt: skip
-    dtype: gl.constexpr = a_smem.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    dtype: gl.constexpr = args.a_smem.dtype
+    ROWS: gl.constexpr = options.rows
+    BLOCK_N: gl.constexpr = options.block_n
+    SIDE: gl.constexpr = options.side
+    WIDTH: gl.constexpr = options.width
     PARTS: gl.constexpr = BLOCK_N // WIDTH
+    A_STAGES: gl.constexpr = options.a_stages
+    CONSUMERS: gl.constexpr = options.consumers
+    LAG: gl.constexpr = options.lag
+    tiles_m, tiles_n, k_tiles = args.tiles_m, args.tiles_n, args.k_tiles
     tiles = tiles_m * tiles_n
     steps = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0)) * k_tiles
     tile = gl.program_id(0)
     late_tile = tile
-    m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+    m, n = tile_coordinates(tile, tiles_m, tiles_n, options.group_m)
     late_m = m
     k = 0
     late_k = 0
@@ -97,54 +100,51 @@ def _producer(
     b_phase = 1
     for step in range(steps + LAG):
         if step < steps:
-            bar = b_full.index(b_stage)
-            mbarrier.wait(b_empty.index(b_stage), b_phase)
-            mbarrier.expect(bar, (BLOCK_N + SIDE) * BLOCK_K * (dtype.primitive_bitwidth // 8))
+            bar = args.b_full.index(b_stage)
+            mbarrier.wait(args.b_empty.index(b_stage), b_phase)
+            mbarrier.expect(bar, (BLOCK_N + SIDE) * options.block_k * (dtype.primitive_bitwidth // 8))
             first = n * (WIDTH + SIDE)
-            fetch_columns(b_desc, b_smem, bar, b_stage, first, k, columns, BLOCK_K, PARTS, TRANSPOSED)
+            fetch_columns(args, args.b_desc, args.b_smem, bar, b_stage, first, k, PARTS, options)
             if SIDE > 0:
-                fetch_columns(side_desc, side_smem, bar, b_stage, first + WIDTH, k, columns, BLOCK_K, 1, TRANSPOSED)
+                fetch_columns(args, args.side_desc, args.side_smem, bar, b_stage, first + WIDTH, k, 1, options)
             for consumer in gl.static_range(1 if LAG > 0 else CONSUMERS):
-                _fetch_rows(a_desc, a_smem, a_full, a_empty, consumer * A_STAGES + a_stage, a_phase,
-                            (CONSUMERS * m + consumer) * ROWS, k)  # fmt: skip
-            b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
+                _fetch_rows(args, consumer * A_STAGES + a_stage, a_phase, (CONSUMERS * m + consumer) * ROWS, k)
+            b_stage, b_phase = advance(b_stage, b_phase, options.b_stages)
             a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
             k += 1
             if k == k_tiles:
                 k = 0
                 tile += gl.num_programs(0)
-                m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+                m, n = tile_coordinates(tile, tiles_m, tiles_n, options.group_m)
         if LAG > 0 and step >= LAG:
-            _fetch_rows(a_desc, a_smem, a_full, a_empty, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS,
-                        late_k)  # fmt: skip
+            _fetch_rows(args, A_STAGES + late_stage, late_phase, (2 * late_m + 1) * ROWS, late_k)
             late_stage, late_phase = advance(late_stage, late_phase, A_STAGES)
             late_k += 1
             if late_k == k_tiles:
                 late_k = 0
                 late_tile += gl.num_programs(0)
-                late_m, _late_n = tile_coordinates(late_tile, tiles_m, tiles_n, GROUP_M)
+                late_m, _late_n = tile_coordinates(late_tile, tiles_m, tiles_n, options.group_m)
 
 
 @gluon.jit
 @no_type_check
-def _consumer(
-    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
-    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr,
-    TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    HAS_SCALE: gl.constexpr,
-):  # fmt: skip
+def _consumer(args, NUMBER: gl.constexpr, options: gl.constexpr):
     """Consumer warpgroup: compute its share of the rows of every tile."""
-    (
-        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
-        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
-    ) = shared  # fmt: skip
+    ROWS: gl.constexpr = options.rows
+    BLOCK_N: gl.constexpr = options.block_n
+    SIDE: gl.constexpr = options.side
+    WIDTH: gl.constexpr = options.width
+    A_STAGES: gl.constexpr = options.a_stages
+    B_STAGES: gl.constexpr = options.b_stages
+    CONSUMERS: gl.constexpr = options.consumers
+    a_smem, c_smem, k_tiles = args.a_smem, args.c_smem, args.k_tiles
     dtype: gl.constexpr = a_smem.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    b_tiles = b_smem
-    if GATED:
+    b_tiles = args.b_smem
+    if options.gated:
         # The rows of gate and up lie one after the other: one GEMM for both.
-        b_tiles = b_smem._reinterpret(dtype, [B_STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
+        shape: gl.constexpr = [B_STAGES, BLOCK_N, options.block_k]
+        b_tiles = b_tiles._reinterpret(dtype, shape, shared_layout(dtype, options.block_k))
     side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PIECE: gl.constexpr = c_smem.shape[2]
     PLACES: gl.constexpr = c_smem.shape[0] // CONSUMERS
@@ -155,55 +155,47 @@ def _consumer(
     a_phase = gl.to_tensor(0)
     b_stage = gl.to_tensor(0)
     b_phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
+    for tile in range(gl.program_id(0), args.tiles_m * args.tiles_n, gl.num_programs(0)):
+        m, n = tile_coordinates(tile, args.tiles_m, args.tiles_n, options.group_m)
         row = (CONSUMERS * m + NUMBER) * ROWS
         first = n * (WIDTH + SIDE)
-        if HAS_RESIDUAL:
+        if options.has_residual:
             # The copy overlaps the whole main loop.
             for piece in gl.static_range(PLACES):
-                fetch_residual(residual_desc, c_smem.index(PLACE + piece), residual_full.index(PLACE + piece), row,
-                               first + piece * PIECE)  # fmt: skip
+                fetch_residual(args, PLACE + piece, row, first + piece * PIECE)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         side = acc
         if SIDE > 0:
             side = gl.full([ROWS, SIDE], 0.0, gl.float32, layout=side_layout)
         for k in range(k_tiles):
-            mbarrier.wait(b_full.index(b_stage), b_phase)
-            mbarrier.wait(a_full.index(FIRST + a_stage), a_phase)
+            mbarrier.wait(args.b_full.index(b_stage), b_phase)
+            mbarrier.wait(args.a_full.index(FIRST + a_stage), a_phase)
             b = b_tiles.index(b_stage)
-            if not TRANSPOSED:
+            if not options.transposed:
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(FIRST + a_stage), b, acc, use_acc=k > 0, is_async=True)
             # The previous step is done: release its stages.
             if SIDE > 0:
-                more = side_smem.index(b_stage)
-                if not TRANSPOSED:
+                more = args.side_smem.index(b_stage)
+                if not options.transposed:
                     more = more.permute((1, 0))
                 side = warpgroup_mma(a_smem.index(FIRST + a_stage), more, side, use_acc=k > 0, is_async=True)
                 acc, side = warpgroup_mma_wait(2, deps=(acc, side))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1, pred=k > 0)
-            mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1, pred=k > 0)
+            mbarrier.arrive(args.a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1, pred=k > 0)
+            mbarrier.arrive(args.b_empty.index(previous_stage(b_stage, B_STAGES)), count=1, pred=k > 0)
             a_stage, a_phase = advance(a_stage, a_phase, A_STAGES)
             b_stage, b_phase = advance(b_stage, b_phase, B_STAGES)
         if SIDE > 0:
             acc, side = warpgroup_mma_wait(0, deps=(acc, side))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1)
-        mbarrier.arrive(b_empty.index(previous_stage(b_stage, B_STAGES)), count=1)
-        write_tile(
-            acc, c_smem, PLACE, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
-            row, first, rows, columns, number, PLACES, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
-        )  # fmt: skip
+        mbarrier.arrive(args.a_empty.index(FIRST + previous_stage(a_stage, A_STAGES)), count=1)
+        mbarrier.arrive(args.b_empty.index(previous_stage(b_stage, B_STAGES)), count=1)
+        write_tile(acc, args, PLACE, row, first, number, PLACES, options)
         if SIDE > 0:
-            write_tile(
-                side, c_smem, PLACE + PLACES - 1, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
-                row, first + WIDTH, rows, columns, number, PLACES, False, ACTIVATION, HAS_BIAS,
-                HAS_RESIDUAL, HAS_SCALE,
-            )  # fmt: skip
+            write_tile(side, args, PLACE + PLACES - 1, row, first + WIDTH, number, PLACES, options)
         number += 1
     tma.store_wait(0)
 
@@ -244,21 +236,18 @@ def cooperative_gemm_kernel(
     at most B_STAGES - 2, as the second consumer gives a stage back while it works on the next, and 0 for three.
     """
     gl.static_assert(CONSUMERS == 2 or LAG == 0)
+    options: gl.constexpr = gemm_options(
+        rows=ROWS, block_n=BLOCK_N, side=SIDE, block_k=BLOCK_K, a_stages=A_STAGES, b_stages=B_STAGES,
+        consumers=CONSUMERS, lag=LAG, group_m=GROUP_M, gated=GATED, transposed=TRANSPOSED, activation=ACTIVATION,
+        has_bias=HAS_BIAS, has_residual=HAS_RESIDUAL, has_scale=HAS_SCALE, head_dim=0,
+    )  # fmt: skip
     dtype: gl.constexpr = a_desc.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    WIDTH: gl.constexpr = options.width
     a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * A_STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    if TRANSPOSED:
-        b_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, BLOCK_N], shared_layout(dtype, BLOCK_N))
-    else:
-        b_smem = gl.allocate_shared_memory(
-            dtype, [B_STAGES * (BLOCK_N // WIDTH), WIDTH, BLOCK_K], shared_layout(dtype, BLOCK_K)
-        )
+    b_smem = allocate_columns(dtype, BLOCK_N // WIDTH, WIDTH, options)
     side_smem = b_smem
     if SIDE > 0:
-        if TRANSPOSED:
-            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, BLOCK_K, SIDE], shared_layout(dtype, SIDE))
-        else:
-            side_smem = gl.allocate_shared_memory(dtype, [B_STAGES, SIDE, BLOCK_K], shared_layout(dtype, BLOCK_K))
+        side_smem = allocate_columns(dtype, 1, SIDE, options)
     # A tile whose width is no power of two has a buffer for each piece instead of one for the tile.
     PLACES: gl.constexpr = (BLOCK_N + SIDE) // PIECE if SIDE > 0 else 1
     c_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * PLACES, ROWS, PIECE], shared_layout(dtype, PIECE))
@@ -278,42 +267,21 @@ def cooperative_gemm_kernel(
     fence_async_shared()
     launch_next_and_wait(True)
 
-    tiles_m = gl.cdiv(rows, CONSUMERS * ROWS)
-    tiles_n = gl.cdiv(columns, WIDTH + SIDE)
-    k_tiles = gl.cdiv(depth, BLOCK_K)
-    shared = (
-        a_smem, b_smem, side_smem, c_smem, a_full, a_empty, b_full, b_empty, residual_full, c_desc, residual_desc,
-        bias_ptr, row_scale_ptr, tiles_m, tiles_n, k_tiles, rows, columns,
-    )  # fmt: skip
-    copies = (
-        a_desc, b_desc, side_desc, a_smem, b_smem, side_smem, a_full, a_empty, b_full, b_empty, tiles_m, tiles_n,
-        k_tiles, columns,
+    args = GemmArgs(
+        a_desc=a_desc, b_desc=b_desc, side_desc=side_desc, c_desc=c_desc, residual_desc=residual_desc,
+        bias_ptr=bias_ptr, row_scale_ptr=row_scale_ptr, cos_ptr=None, sin_ptr=None, positions=None, turned=None,
+        rows=rows, columns=columns, tiles_m=gl.cdiv(rows, CONSUMERS * ROWS), tiles_n=gl.cdiv(columns, WIDTH + SIDE),
+        k_tiles=gl.cdiv(depth, BLOCK_K), a_smem=a_smem, b_smem=b_smem, side_smem=side_smem, c_smem=c_smem,
+        a_full=a_full, a_empty=a_empty, b_full=b_full, b_empty=b_empty, turn=None, residual_full=residual_full,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
-                             TRANSPOSED)),
-            ],
-            [4, 1],
-            [240, 24],
+            [(_consumer, (args, 0, options)), (_consumer, (args, 1, options)), (_producer, (args, options))],
+            [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [
-                (_consumer, (shared, 0, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-                (_consumer, (shared, 1, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-                (_consumer, (shared, 2, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, GROUP_M, GATED,
-                             TRANSPOSED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE)),
-                (_producer, (copies, ROWS, BLOCK_N, SIDE, BLOCK_K, A_STAGES, B_STAGES, CONSUMERS, LAG, GROUP_M, GATED,
-                             TRANSPOSED)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
+            [(_consumer, (args, 0, options)), (_consumer, (args, 1, options)), (_consumer, (args, 2, options)),
+             (_producer, (args, options))],
+            [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from dataclasses import dataclass
 from typing import no_type_check
 
 from triton.experimental import gluon
@@ -12,6 +14,57 @@ from stof.fusion.templates.device_functions import activate
 
 # Triton 3.7 has another name for it.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+# What the warps of a thread block share: descriptors, pointers and sizes, buffers and barriers in shared memory.
+GemmArgs = namedtuple(
+    "GemmArgs",
+    "a_desc b_desc side_desc c_desc residual_desc bias_ptr row_scale_ptr cos_ptr sin_ptr positions turned rows columns "
+    "tiles_m tiles_n k_tiles a_smem b_smem side_smem c_smem a_full a_empty b_full b_empty turn residual_full",
+)
+
+
+@dataclass(frozen=True)
+class GemmOptions:
+    """Compile-time options of both kernels; fields alone, since Triton's cache keys hold values but no code of a class.
+
+    Kernels take the options one by one and make this of them: candidates are compiled in threads by what Triton writes
+    of a kernel's arguments as JSON, which has no dataclasses.
+
+    Attributes:
+        rows: of a consumer's tile, 64 or 128.
+        block_n: columns of a tile's accumulators (gated: gate and up together).
+        side: columns of a tile beyond block_n, with an accumulator of their own.
+        width: columns of output of block_n columns of accumulators.
+        a_stages, b_stages: pipeline stages of a consumer's rows, and of columns.
+        consumers: warpgroups that share a tile (ping-pong: 1).
+        lag: steps that the second consumer is behind the first.
+        group_m: rows of tiles that are rasterized together.
+        head_dim: of heads that are rotated, 0 for none.
+    """
+
+    rows: int
+    block_n: int
+    block_k: int
+    a_stages: int
+    b_stages: int
+    group_m: int
+    gated: bool
+    transposed: bool
+    activation: str
+    has_bias: bool
+    has_residual: bool
+    has_scale: bool
+    width: int
+    side: int
+    consumers: int
+    lag: int
+    head_dim: int
+
+
+@gluon.constexpr_function
+def gemm_options(**options):  # type: ignore[no-untyped-def]
+    """Return `GemmOptions` as one compile-time value."""
+    return GemmOptions(**options, width=options["block_n"] // (2 if options["gated"] else 1))
 
 
 @gluon.constexpr_function
@@ -34,18 +87,27 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def fetch_columns(
-    b_desc, b_smem, bar, stage, first, k, columns, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def fetch_columns(args, desc, smem, bar, stage, first, k, PARTS: gl.constexpr, options: gl.constexpr):
     """Start the TMA copies of one step of a tile's columns from `first` on: one box, or gate and up."""
     for part in gl.static_range(PARTS):
-        b = b_smem.index(stage * PARTS + part)
-        column = first + part * columns
-        if TRANSPOSED:
-            tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], bar, b)
+        box = smem.index(stage * PARTS + part)
+        column = first + part * args.columns
+        if options.transposed:
+            tma.async_copy_global_to_shared(desc, [k * options.block_k, column], bar, box)
         else:
-            tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], bar, b)
+            tma.async_copy_global_to_shared(desc, [column, k * options.block_k], bar, box)
+
+
+@gluon.jit
+@no_type_check
+def allocate_columns(dtype, PARTS: gl.constexpr, WIDTH: gl.constexpr, options: gl.constexpr):
+    """Allocate the stages of a tile's columns: PARTS boxes of WIDTH columns each, side by side where transposed."""
+    STAGES: gl.constexpr = options.b_stages
+    DEPTH: gl.constexpr = options.block_k
+    if options.transposed:
+        return gl.allocate_shared_memory(dtype, [STAGES, DEPTH, PARTS * WIDTH], shared_layout(dtype, PARTS * WIDTH))
+    else:  # noqa: RET505 (Triton compiles what follows a compile-time branch)
+        return gl.allocate_shared_memory(dtype, [STAGES * PARTS, WIDTH, DEPTH], shared_layout(dtype, DEPTH))
 
 
 @gluon.jit
@@ -100,29 +162,28 @@ def apply_rotary(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM: gl.const
 
 @gluon.jit
 @no_type_check
-def fetch_residual(residual_desc, staged, bar, row, column):
+def fetch_residual(args, place, row, column):
     """Start the TMA copy of a residual piece into its output buffer, once the previous store has read that buffer."""
+    staged, bar = args.c_smem.index(place), args.residual_full.index(place)
     tma.store_wait(0)
     _barrier()
     mbarrier.expect(bar, staged.shape[0] * staged.shape[1] * (staged.dtype.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(residual_desc, [row, column], bar, staged)
+    tma.async_copy_global_to_shared(args.residual_desc, [row, column], bar, staged)
 
 
 @gluon.jit
 @no_type_check
-def _write(
-    out, staged, c_desc, residual_desc, bar, row, column, fill, FETCHED: gl.constexpr, OTHERS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
-):  # fmt: skip
-    """A piece of a tile: the residual added, rounded, out.
+def _write(out, args, place, row, column, fill, FETCHED: gl.constexpr, OTHERS: gl.constexpr, options: gl.constexpr):
+    """Add the residual to a piece of a tile, round it and store it by way of a place in `c_smem`.
 
     `fill` counts the residuals that came to this place, for the barrier; FETCHED: this one is on its way. OTHERS:
     pieces in other places, which may still be leaving.
     """
-    if HAS_RESIDUAL:
+    staged = args.c_smem.index(place)
+    if options.has_residual:
         if not FETCHED:
-            fetch_residual(residual_desc, staged, bar, row, column)
-        mbarrier.wait(bar, fill & 1)
+            fetch_residual(args, place, row, column)
+        mbarrier.wait(args.residual_full.index(place), fill & 1)
         out = out + staged.load(out.type.layout).to(gl.float32)
         # Every thread has read what others are about to overwrite.
         _barrier()
@@ -132,45 +193,40 @@ def _write(
     staged.store(out.to(staged.dtype))
     fence_async_shared()
     _barrier()
-    tma.async_copy_shared_to_global(c_desc, [row, column], staged)
+    tma.async_copy_shared_to_global(args.c_desc, [row, column], staged)
 
 
 @gluon.jit
 @no_type_check
-def write_tile(
-    acc, c_smem, place, c_desc, residual_desc, bars, bias_ptr, row_scale_ptr, row, first, rows, columns, number,
-    PLACES: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr, cos_ptr=None, sin_ptr=None, positions=0,
-    turned=0, HEAD_DIM: gl.constexpr = 0,
-):  # fmt: skip
+def write_tile(acc, args, place, row, first, number, PLACES: gl.constexpr, options: gl.constexpr):
     """Run the epilogue of a tile and store it, in pieces as wide as a buffer in `c_smem`.
 
     acc: accumulators `[ROWS, BLOCK_N]`, gate and up side by side where GATED. row, first: its first row and column.
     place: where in `c_smem` the first piece goes. PLACES: 1 when all pieces go there, the first one's residual being
     on its way; else the places this consumer has, one for each piece and all residuals on their way. number: tiles
     that this consumer has written.
-    row_scale_ptr: factors of the rows, if HAS_SCALE.
-    HEAD_DIM: of heads that are rotated in the first `turned` columns, 0 for none; see `apply_rotary`.
     """
+    GATED: gl.constexpr = options.gated
+    ACTIVATION: gl.constexpr = options.activation
     ROWS: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    PIECE: gl.constexpr = c_smem.shape[2]
+    PIECE: gl.constexpr = args.c_smem.shape[2]
     PIECES: gl.constexpr = WIDTH // PIECE
     OWN: gl.constexpr = PLACES > 1
     acc_layout: gl.constexpr = acc.type.layout
-    if HAS_SCALE:
+    if options.has_scale:
         r = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
-        acc = acc * gl.load(row_scale_ptr + r, mask=r < rows, other=0.0)[:, None]
-    if HAS_BIAS:
+        acc = acc * gl.load(args.row_scale_ptr + r, mask=r < args.rows, other=0.0)[:, None]
+    if options.has_bias:
         j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
         inside = first + j % WIDTH
-        at = inside + (j // WIDTH) * columns
-        acc = acc + gl.load(bias_ptr + at, mask=inside < columns, other=0.0).to(gl.float32)[None, :]
-    if HEAD_DIM > 0:
+        at = inside + (j // WIDTH) * args.columns
+        acc = acc + gl.load(args.bias_ptr + at, mask=inside < args.columns, other=0.0).to(gl.float32)[None, :]
+    if options.head_dim > 0:
         # Whole tiles are rotated, or none of their columns.
-        if first < turned:
-            acc = apply_rotary(acc, cos_ptr, sin_ptr, row, rows, positions, HEAD_DIM)
+        if first < args.turned:
+            acc = apply_rotary(acc, args.cos_ptr, args.sin_ptr, row, args.rows, args.positions, options.head_dim)
     if GATED:
         acc, up = split_halves(acc)
     for quarter in gl.static_range(PIECES):
@@ -191,5 +247,5 @@ def write_tile(
             out = out * other
         at = place + quarter if OWN else place
         fill = number if OWN else number * PIECES + quarter
-        _write(out, c_smem.index(at), c_desc, residual_desc, bars.index(at), row, first + quarter * PIECE, fill,
-               OWN or quarter == 0, PLACES - 1, HAS_RESIDUAL)  # fmt: skip
+        _write(out, args, at, row, first + quarter * PIECE, fill,
+               OWN or quarter == 0, PLACES - 1, options)  # fmt: skip

@@ -39,9 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stof.fusion.templates.device_functions import tile_coordinates
 from stof.fusion.templates.hopper.epilogue import (
+    GemmArgs,
     advance,
+    allocate_columns,
     fetch_columns,
     fetch_residual,
+    gemm_options,
     previous_stage,
     shared_layout,
     write_tile,
@@ -66,55 +69,51 @@ def turn_phase(number, NUMBER: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, tiles_m, tiles_n, k_tiles, columns,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def _producer(args, options: gl.constexpr):
     """Producer warp: copy the steps of all tiles of this thread block in order."""
+    ROWS: gl.constexpr = options.rows
+    BLOCK_N: gl.constexpr = options.block_n
+    BLOCK_K: gl.constexpr = options.block_k
+    a_smem, full, empty = args.a_smem, args.b_full, args.b_empty
     dtype: gl.constexpr = a_smem.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    WIDTH: gl.constexpr = options.width
     PARTS: gl.constexpr = BLOCK_N // WIDTH
     stage = 0
     phase = 1
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
-        for k in range(k_tiles):
+    for tile in range(gl.program_id(0), args.tiles_m * args.tiles_n, gl.num_programs(0)):
+        m, n = tile_coordinates(tile, args.tiles_m, args.tiles_n, options.group_m)
+        for k in range(args.k_tiles):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, (ROWS + BLOCK_N) * BLOCK_K * (dtype.primitive_bitwidth // 8))
-            tma.async_copy_global_to_shared(a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
-            fetch_columns(b_desc, b_smem, bar, stage, n * WIDTH, k, columns, BLOCK_K, PARTS, TRANSPOSED)
-            stage, phase = advance(stage, phase, STAGES)
+            tma.async_copy_global_to_shared(args.a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
+            fetch_columns(args, args.b_desc, args.b_smem, bar, stage, n * WIDTH, k, PARTS, options)
+            stage, phase = advance(stage, phase, options.b_stages)
 
 
 @gluon.jit
 @no_type_check
-def _consumer(
-    shared, NUMBER: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_SCALE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+def _consumer(args, NUMBER: gl.constexpr, options: gl.constexpr):
     """Consumer warpgroup: compute every second tile of this thread block."""
-    (
-        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
-        cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
-    ) = shared  # fmt: skip
+    ROWS: gl.constexpr = options.rows
+    BLOCK_N: gl.constexpr = options.block_n
+    STAGES: gl.constexpr = options.b_stages
+    a_smem, full, empty, turn, k_tiles = args.a_smem, args.b_full, args.b_empty, args.turn, args.k_tiles
     dtype: gl.constexpr = a_smem.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    WIDTH: gl.constexpr = options.width
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    b_tiles = b_smem
-    if GATED:
+    b_tiles = args.b_smem
+    if options.gated:
         # The rows of gate and up lie one after the other: one GEMM for both.
-        b_tiles = b_smem._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], shared_layout(dtype, BLOCK_K))
+        b_tiles = b_tiles._reinterpret(dtype, [STAGES, BLOCK_N, options.block_k], shared_layout(dtype, options.block_k))
     # The number of this tile among the tiles of this thread block.
     number = gl.to_tensor(NUMBER)
-    for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
-        m, n = tile_coordinates(tile, tiles_m, tiles_n, GROUP_M)
-        if HAS_RESIDUAL:
+    tiles = args.tiles_m * args.tiles_n
+    for tile in range(gl.program_id(0) + NUMBER * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
+        m, n = tile_coordinates(tile, args.tiles_m, args.tiles_n, options.group_m)
+        if options.has_residual:
             # The copy overlaps the whole main loop.
-            fetch_residual(residual_desc, c_smem.index(NUMBER), residual_full.index(NUMBER), m * ROWS, n * WIDTH)
+            fetch_residual(args, NUMBER, m * ROWS, n * WIDTH)
         stage, phase = first_step(number, k_tiles, STAGES)
         acc = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=acc_layout)
         # Wait until the other consumer has seen all its stages filled. Before that, a stage could be two fills behind
@@ -123,7 +122,7 @@ def _consumer(
         for k in range(k_tiles):
             mbarrier.wait(full.index(stage), phase)
             b = b_tiles.index(stage)
-            if not TRANSPOSED:
+            if not options.transposed:
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(stage), b, acc, use_acc=k > 0, is_async=True)
             # The previous step is done: release its stage.
@@ -133,11 +132,7 @@ def _consumer(
         mbarrier.arrive(turn.index(1 - NUMBER), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(previous_stage(stage, STAGES)), count=1)
-        write_tile(
-            acc, c_smem, NUMBER, c_desc, residual_desc, residual_full, bias_ptr, row_scale_ptr,
-            m * ROWS, n * WIDTH, rows, columns, number // 2, 1, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE,
-            cos_ptr, sin_ptr, positions, turned, HEAD_DIM,
-        )  # fmt: skip
+        write_tile(acc, args, NUMBER, m * ROWS, n * WIDTH, number // 2, 1, options)
         number += 2
     tma.store_wait(0)
 
@@ -178,15 +173,15 @@ def pingpong_gemm_kernel(
     output's. PIECE: columns of the output that leave at once. HEAD_DIM: of heads
     that are rotated in the first `turned` columns, whole tiles of them; 0 for none.
     """
+    options: gl.constexpr = gemm_options(
+        rows=ROWS, block_n=BLOCK_N, block_k=BLOCK_K, a_stages=STAGES, b_stages=STAGES, group_m=GROUP_M, gated=GATED,
+        transposed=TRANSPOSED, activation=ACTIVATION, has_bias=HAS_BIAS, has_residual=HAS_RESIDUAL,
+        has_scale=HAS_SCALE, head_dim=HEAD_DIM, side=0, consumers=1, lag=0,
+    )  # fmt: skip
     dtype: gl.constexpr = a_desc.dtype
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    WIDTH: gl.constexpr = options.width
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], shared_layout(dtype, BLOCK_K))
-    if TRANSPOSED:
-        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], shared_layout(dtype, BLOCK_N))
-    else:
-        b_smem = gl.allocate_shared_memory(
-            dtype, [STAGES * (BLOCK_N // WIDTH), WIDTH, BLOCK_K], shared_layout(dtype, BLOCK_K)
-        )
+    b_smem = allocate_columns(dtype, BLOCK_N // WIDTH, WIDTH, options)
     c_smem = gl.allocate_shared_memory(dtype, [2, ROWS, PIECE], shared_layout(dtype, PIECE))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -201,22 +196,14 @@ def pingpong_gemm_kernel(
     fence_async_shared()
     launch_next_and_wait(True)
 
-    tiles_m = gl.cdiv(rows, ROWS)
-    tiles_n = gl.cdiv(columns, WIDTH)
-    k_tiles = gl.cdiv(depth, BLOCK_K)
-    shared = (
-        a_smem, b_smem, c_smem, full, empty, turn, residual_full, c_desc, residual_desc, bias_ptr, row_scale_ptr,
-        cos_ptr, sin_ptr, positions, turned, tiles_m, tiles_n, k_tiles, rows, columns,
+    args = GemmArgs(
+        a_desc=a_desc, b_desc=b_desc, side_desc=None, c_desc=c_desc, residual_desc=residual_desc, bias_ptr=bias_ptr,
+        row_scale_ptr=row_scale_ptr, cos_ptr=cos_ptr, sin_ptr=sin_ptr, positions=positions, turned=turned, rows=rows,
+        columns=columns, tiles_m=gl.cdiv(rows, ROWS), tiles_n=gl.cdiv(columns, WIDTH),
+        k_tiles=gl.cdiv(depth, BLOCK_K), a_smem=a_smem, b_smem=b_smem, side_smem=None, c_smem=c_smem, a_full=None,
+        a_empty=None, b_full=full, b_empty=empty, turn=turn, residual_full=residual_full,
     )  # fmt: skip
     gl.warp_specialize(
-        [
-            (_consumer, (shared, 0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION, HAS_BIAS,
-                         HAS_RESIDUAL, HAS_SCALE, HEAD_DIM)),
-            (_consumer, (shared, 1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED, ACTIVATION, HAS_BIAS,
-                         HAS_RESIDUAL, HAS_SCALE, HEAD_DIM)),
-            (_producer, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_m, tiles_n, k_tiles, columns, ROWS,
-                         BLOCK_N, BLOCK_K, STAGES, GROUP_M, GATED, TRANSPOSED)),
-        ],
-        [4, 1],
-        [240, 24],
+        [(_consumer, (args, 0, options)), (_consumer, (args, 1, options)), (_producer, (args, options))],
+        [4, 1], [240, 24],
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.fusion.templates.device_functions import activate, prefetch_l2, tile_coordinates, widened
+from stof.fusion.templates.device_functions import activate, prefetch_l2, tile_coordinates
 from stof.runtime.pdl import launch_next_and_wait
 
 
@@ -104,7 +104,6 @@ def tile_gemm_kernel(
     sin_ptr,
     positions,
     turned,
-    scale_ptr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,7 +122,6 @@ def tile_gemm_kernel(
     HAS_NORM_WEIGHT: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SCALED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """`C = act(norm(A) @ B.T + bias) + residual`, or act(gate) * up: one program a tile, or SPLITS over its depth.
@@ -132,8 +130,7 @@ def tile_gemm_kernel(
     equal calls give equal bits. Counters are zero before and after. Without, the next kernel adds them: `partial_ptr`
     is `[SPLITS, rows, columns]`, and nothing else is written. EVEN_N, EVEN_K: no tile reaches beyond the columns, no
     step beyond the depth. HEAD_DIM: of heads that are rotated in the first `turned` columns, whole tiles of them; 0 for
-    none. SCALED: B is of 8-bit values, and `scale_ptr` has a factor for each column of the result. Tensor cores take
-    their left operand from registers as well, so that is B, converted there, and the GEMM is that of B and A.T.
+    none.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -146,12 +143,8 @@ def tile_gemm_kernel(
     row = tl.minimum(r, rows - 1).to(tl.int64)
     # Clamped columns are no run of neighbours to the compiler: where B is transposed they are loaded one by one.
     column = (n if EVEN_N else tl.minimum(n, columns - 1)).to(tl.int64)
-    if SCALED:
-        a_ptrs = a_ptr + row[None, :] * stride_am + k[:, None]  # [BLOCK_K, BLOCK_M]
-        b_ptrs = b_ptr + column[:, None] * stride_bn + k[None, :] * stride_bk  # [BLOCK_N, BLOCK_K]
-    else:
-        a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
-        b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
+    a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :]  # [BLOCK_M, BLOCK_K]
+    b_ptrs = b_ptr + column[None, :] * stride_bn + k[:, None] * stride_bk  # [BLOCK_K, BLOCK_N]
     steps = tl.cdiv(depth, BLOCK_K)
     begin = split * steps // SPLITS
     end = (split + 1) * steps // SPLITS
@@ -168,7 +161,7 @@ def tile_gemm_kernel(
     if NORM == "layer":
         mean = tl.load(mean_ptr + row)
     b_ptrs += begin.to(tl.int64) * (BLOCK_K * stride_bk)
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if SCALED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = acc
     for step in range(begin, end):
         start = step * BLOCK_K
@@ -176,9 +169,6 @@ def tile_gemm_kernel(
         if EVEN_K:
             a = tl.load(a_ptrs + start)
             b = tl.load(b_ptrs)
-        elif SCALED:
-            a = tl.load(a_ptrs + start, mask=exists[:, None], other=0.0)
-            b = tl.load(b_ptrs, mask=exists[None, :], other=0.0)
         else:
             a = tl.load(a_ptrs + start, mask=exists[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=exists[:, None], other=0.0)
@@ -192,17 +182,11 @@ def tile_gemm_kernel(
             if HAS_NORM_BIAS:
                 scaled = scaled + tl.load(norm_bias_ptr + start + k, mask=exists, other=0.0).to(tl.float32)[None, :]
             a = scaled.to(a_ptr.dtype.element_ty)
-        if SCALED:
-            acc = tl.dot(widened(b, a_ptr.dtype.element_ty, FAST), a, acc)
-        else:
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a, b, acc, input_precision="ieee")
         if GATED:
             more = tl.load(b_ptrs + up_offset, mask=exists[:, None], other=0.0)
             up = tl.dot(a, more, up, input_precision="ieee")
         b_ptrs += BLOCK_K * stride_bk
-    if SCALED:
-        acc = tl.trans(acc)
-        up = acc
 
     kept = (r < rows)[:, None] & (n < columns)[None, :]
     # r, not row: the last row would be written again and again.
@@ -237,8 +221,6 @@ def tile_gemm_kernel(
             rstd = tl.load(rstd_ptr + row)
             acc = acc * rstd[:, None]
             up = up * rstd[:, None]
-        if SCALED:
-            acc = acc * tl.load(scale_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         out = _epilogue(acc, up, bias_ptr, residual_ptr, r, n, rows, columns, stride_rm,
                         GATED, ACTIVATION, FAST, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
         if HEAD_DIM > 0:

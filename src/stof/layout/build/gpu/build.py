@@ -15,7 +15,6 @@ from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import numbered
 from stof.masks.gpu_program import programs_of
-from stof.masks.tensors import DenseMask
 
 # Each tile is looked at; of larger problems, `stof.layout.build.closed_form` rules out squares of tiles first.
 MOST_TILES = 2**20
@@ -36,7 +35,6 @@ def device_layout(
     kv_len: int,
     config: LayoutConfig,
     mask_dims: tuple[int, int],
-    partial_cost: int,
     *,
     device: torch.device,
 ) -> Layout | None:
@@ -46,7 +44,6 @@ def device_layout(
         mask, q_len, kv_len: as for `build_layout`, already checked.
         config: block sizes and gathering.
         mask_dims: as `Mask.dims` gives them.
-        partial_cost: of a partial tile, in hundredths of a full one.
         device: where the layout is to be.
     """
     if config.slab is not None:
@@ -68,7 +65,7 @@ def device_layout(
         quads = [tuple(identities[n : n + 4]) for n in range(0, 4 * source.patterns, 4)]
         alike = [0] if source.patterns == 1 else numbered(quads).tolist()
         if alike == list(range(source.patterns)):
-            return build.write(total, distinct, rows, partial_cost)
+            return build.write(total, distinct, rows)
         which = [alike[n] for n in which]  # masks told apart may keep the same scores
     return None
 
@@ -78,7 +75,7 @@ def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -
     count = mask_dims[0] * mask_dims[1]
     if count == 1:
         return [0]
-    if isinstance(mask, DenseMask):
+    if mask.as_tensor(q_len, kv_len) is not None:
         return list(range(count))  # the kernels tell which are equal
     if programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
         return []
@@ -119,17 +116,17 @@ class _Build:
         total, distinct, clash, *identities = self.mailbox.read(3 + 4 * self.source.patterns)
         return [total - 1, distinct - 1, clash - 1, *identities]
 
-    def write(self, total: int, distinct: int, rows: _Rows, partial_cost: int) -> Layout:
+    def write(self, total: int, distinct: int, rows: _Rows) -> Layout:
         """The layout of so many tiles and bitmaps."""
         kernels, _, launching = triton_modules()
         block_m, block_n = self.config.block_m, self.config.block_n
         base = torch.empty(total, dtype=torch.int32, device=self.device)
         tile_bitmap = torch.empty(total, dtype=torch.int32, device=self.device)
         bitmaps = torch.empty((distinct, block_m, words(block_n)), dtype=torch.int32, device=self.device)
-        out = (rows.pattern_of, rows.pointers, rows.partial_count, base, tile_bitmap, bitmaps, rows.cost, rows.order)
+        out = (rows.pattern_of, rows.pointers, rows.partial_count, base, tile_bitmap, bitmaps)
         launching.launch(
             kernels.write_layout, self.blocks + distinct, (*self.tensors, *out),
-            (*self.numbers, partial_cost, rows.pattern_of.numel()), self.constants, num_warps=_WRITERS,
+            (*self.numbers, rows.pattern_of.numel()), self.constants, num_warps=_WRITERS,
             device=self.device,
         )  # fmt: skip
         return Layout(
@@ -143,8 +140,6 @@ class _Build:
             gathered=rows.gathered,
             tile_bitmap=tile_bitmap,
             bitmaps=bitmaps,
-            cost=rows.cost,
-            order=rows.order,
         )
 
 
@@ -155,8 +150,6 @@ class _Rows:
         blocks, device = build.blocks, build.device
         self.pointers = torch.empty(blocks + 1, dtype=torch.int32, device=device)
         self.partial_count = torch.empty(blocks, dtype=torch.int32, device=device)
-        self.order = torch.empty(blocks, dtype=torch.int32, device=device)
-        self.cost = torch.empty(blocks, dtype=torch.float32, device=device)
         self.gathered = torch.empty((0, 1), dtype=torch.int32, device=device)
         if build.source.patterns == 1:
             self.pattern_of = torch.empty(mask_dims, dtype=torch.int32, device=device)

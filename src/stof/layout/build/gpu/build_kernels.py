@@ -332,31 +332,23 @@ def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK:
 @triton.jit
 @no_type_check
 def _write_row_block(
-    partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr, order_ptr,
-    row_block, columns, row_blocks, partial_cost, BLOCK_N: tl.constexpr,
+    partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr,
+    row_block, columns, row_blocks, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row block's tiles, partial ones first, and its place among all."""
     full_ptr = partial_ptr + row_blocks
     own_partial = tl.load(partial_ptr + row_block)
     own_full = tl.load(full_ptr + row_block)
-    own_cost = own_partial * partial_cost + own_full * 100
     begin = 0
-    place = 0
     for start in range(0, row_blocks, _CHUNK):
         other = start + tl.arange(0, _CHUNK)
         partial = tl.load(partial_ptr + other, mask=other < row_blocks, other=0)
         full = tl.load(full_ptr + other, mask=other < row_blocks, other=0)
-        cost = partial * partial_cost + full * 100
-        before = other < row_block
-        begin += tl.sum(tl.where(before, partial + full, 0), 0)
-        # Longest first, and of equal ones the first.
-        place += tl.sum(((cost > own_cost) | ((cost == own_cost) & before)).to(tl.int32), 0)
+        begin += tl.sum(tl.where(other < row_block, partial + full, 0), 0)
     tl.store(pointers_ptr + row_block, begin)
     if row_block == row_blocks - 1:
         tl.store(pointers_ptr + row_blocks, begin + own_partial + own_full)
     tl.store(partial_count_ptr + row_block, own_partial)
-    tl.store(cost_ptr + row_block, (own_cost.to(tl.float64) / 100.0).to(tl.float32))
-    tl.store(order_ptr + place, row_block)
     partial_at = begin
     full_at = begin + own_partial
     for start in range(0, columns, _CHUNK):
@@ -372,7 +364,7 @@ def _write_row_block(
         full_at += tl.sum(full, 0)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "slots", "partial_cost", "entries"])
+@triton.jit(do_not_specialize=[*SIZES, "slots", "entries"])
 @no_type_check
 def write_layout(
     source_ptr,  # as for `classify_tiles`
@@ -383,8 +375,6 @@ def write_layout(
     base_ptr,  # [T] int32
     tile_bitmap_ptr,  # [T] int32
     bitmaps_ptr,  # [U, BLOCK_M, words] int32
-    cost_ptr,  # [P * R] float32
-    order_ptr,  # [P * R] int32
     stride_b,
     stride_h,
     stride_q,
@@ -398,7 +388,6 @@ def write_layout(
     first_number,
     first_start,
     slots,
-    partial_cost,  # of one tile, in hundredths of a full one's
     entries,  # B * H
     SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -412,8 +401,8 @@ def write_layout(
     _, _, partial_ptr, _, _, code_ptr, number_ptr, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
     if program < blocks:
         _write_row_block(
-            partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr, cost_ptr,
-            order_ptr, program, columns, blocks, partial_cost, BLOCK_N,
+            partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr,
+            program, columns, blocks, BLOCK_N,
         )  # fmt: skip
         if (program == 0) & (patterns == 1):
             for first in range(0, entries, _CHUNK):

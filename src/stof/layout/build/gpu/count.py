@@ -12,7 +12,6 @@ from stof.layout.bitmaps import unpack
 from stof.layout.build.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
-from stof.masks.tensors import DenseMask
 
 # Programs of a kernel; masks of more are counted where their spans say.
 _MOST = 2**22
@@ -99,7 +98,7 @@ def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tenso
     if row_blocks * columns > _MOST:
         return None
     # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
-    heads = mask.heads if isinstance(mask, DenseMask) else h + 1
+    heads = h + 1 if mask.as_tensor(q_len, kv_len) is None else mask.heads
     source = source_of(mask, q_len, kv_len, heads, [own.b * heads + h], device)
     if source is None:
         return None
@@ -117,7 +116,7 @@ def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tenso
 def _launch(
     source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
 ) -> None:
-    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are the last of `count_slabs`."""
+    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are numbers of `count_slabs`."""
     from stof.layout.build.gpu.count_kernel import count_slabs
     from stof.runtime.launch import launch
 
@@ -134,6 +133,6 @@ def _launch(
         first,
         first + source.programs.first,
     )
-    constants = (source.kind, height, _COLUMNS, min(source.rows_at_once(height, _COLUMNS), _ROWS))
+    constants = (source.kind, _COLUMNS, source.rows_at_once(_ROWS, _COLUMNS))
     programs = source.patterns * row_blocks * columns
-    launch(count_slabs, programs, tensors, (*sizes, *places), constants, device=state.device)
+    launch(count_slabs, programs, tensors, (*sizes, *places, height), constants, device=state.device)

@@ -12,7 +12,7 @@ from stof.layout.build.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a program.
 KINDS = tl.constexpr(9)
-_NUMBERS = [*SIZES, "first_count", "first_row", "first_word"]
+_NUMBERS = [*SIZES, "first_count", "first_row", "first_word", "height"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -35,18 +35,18 @@ def count_slabs(
     first_count,
     first_row,  # place of kept scores of each row [P, q_len]; below 0 they are not counted
     first_word,  # place of bits of each column [2, P * R, 8 columns], some row keeps it and all do; below 0 not written
+    height,  # rows of a row block: not a constant, so one compiled kernel counts for every height
     SOURCE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Slabs of one row block and BLOCK_N keys that keep some scores, and that keep all; columns likewise."""
     program = tl.program_id(0)
     block = program // columns
-    q0 = block % row_blocks * BLOCK_M
+    q0 = block % row_blocks * height
     kv0 = program % columns * BLOCK_N
     pattern = block // row_blocks
-    rows = tl.minimum(q_len - q0, BLOCK_M)
+    rows = tl.minimum(q_len - q0, height)
     numbers_ptr = counts_ptr + first_number
     start = start_of(counts_ptr + first_start, pattern, stride_b, stride_h, mask_heads, SOURCE)
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
@@ -73,7 +73,7 @@ def count_slabs(
     per_column = tl.zeros([BLOCK_N // 32, 32], tl.int32)
     for first in range(0, rows, ROWS):
         words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, program % columns, q_len, kv_len,
-                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+                        SOURCE, height, BLOCK_N, ROWS)  # fmt: skip
         keep = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         per_column += tl.sum(keep, 0)
         if first_row >= 0:

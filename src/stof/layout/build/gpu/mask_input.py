@@ -18,7 +18,6 @@ from stof.errors import KernelError
 from stof.layout.build.gpu.input_kind import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
-from stof.masks.tensors import DenseMask
 
 # Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
 # program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
@@ -180,12 +179,12 @@ def source_of(
     mask: Mask, q_len: int, kv_len: int, mask_heads: int, entries: list[int], device: torch.device
 ) -> Source | None:
     """What the kernels read of some entries, `batch entry * mask_heads + head`; None for masks they do not serve."""
-    if not isinstance(mask, DenseMask):
+    keep = mask.as_tensor(q_len, kv_len)
+    if keep is None:
         programs = programs_of(mask, q_len, kv_len, [divmod(entry, mask_heads) for entry in entries])
         if programs is None:
             return None
         return Source(None, PROGRAM, programs, (0, 0, 0, 0), 1, len(entries))
-    keep = mask.for_rows(q_len)
     if keep.device != device:
         return None
     strides = keep.stride()

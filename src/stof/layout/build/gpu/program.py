@@ -16,12 +16,14 @@ _DISTANCE = tl.constexpr(int(Op.DISTANCE))
 _QUERY = tl.constexpr(int(Op.QUERY))
 _KEY = tl.constexpr(int(Op.KEY))
 _DISTANCE_REMAINDER = tl.constexpr(int(Op.DISTANCE_REMAINDER))
+_QUERY_REMAINDER = tl.constexpr(int(Op.QUERY_REMAINDER))
 _KEY_REMAINDER = tl.constexpr(int(Op.KEY_REMAINDER))
 _GRID_ROW = tl.constexpr(int(Op.GRID_ROW))
 _GRID_COLUMN = tl.constexpr(int(Op.GRID_COLUMN))
 _QUERY_LISTED = tl.constexpr(int(Op.QUERY_LISTED))
 _KEY_LISTED = tl.constexpr(int(Op.KEY_LISTED))
 _DOCUMENT = tl.constexpr(int(Op.DOCUMENT))
+_CHOSEN_BLOCK = tl.constexpr(int(Op.CHOSEN_BLOCK))
 # Table entries looked at together.
 _ENTRIES = tl.constexpr(32)
 
@@ -56,7 +58,7 @@ def program_bits(numbers_ptr, start, q, kv):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
         low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
-        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
+        size, i_shift, j_shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4), tl.load(code_ptr + 5)
         if op == _NOT:
             s0 = ~s0
         elif op < _DISTANCE:
@@ -64,7 +66,7 @@ def program_bits(numbers_ptr, start, q, kv):
             s1, s2, s3 = s2, s3, s4
         else:
             s1, s2, s3, s4 = s0, s1, s2, s3
-            s0 = _word(numbers_ptr, code_ptr, op, low, high, size, q + shift, kv)
+            s0 = _word(numbers_ptr, code_ptr, op, low, high, size, q + i_shift, kv + j_shift)
     return s0
 
 
@@ -94,7 +96,7 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         most = tl.minimum(high, size - 1) + none
         if op == _DISTANCE_REMAINDER:
             # It falls from key to key: counted from the other end it rises.
-            remainder = size - 1 - (i - j + tl.load(code_ptr + 7)) % size
+            remainder = size - 1 - (i - j + tl.load(code_ptr + 8)) % size
             least, most = size - 1 - most, size - 1 - least
         elif op == _GRID_COLUMN:
             # The key's column lies between the query's less `high` and less `low`; in an order that cannot overflow.
@@ -111,6 +113,9 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         if op == _QUERY:
             first = none
             last = tl.where((i >= low) & (i <= high), 31, -1) + none
+        elif op == _QUERY_REMAINDER:
+            first = none
+            last = tl.where((i % size >= low) & (i % size <= high), 31, -1) + none
         elif op == _KEY:
             first = tl.maximum(low, j) - j + none
             last = tl.minimum(high, j + 31) - j + none
@@ -127,9 +132,9 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
 @no_type_check
 def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
     """The same for instructions with a table, which all test for 1."""
-    table_ptr = numbers_ptr + tl.load(code_ptr + 5)
-    entries = tl.load(code_ptr + 6)
-    extra = tl.load(code_ptr + 7)
+    table_ptr = numbers_ptr + tl.load(code_ptr + 6)
+    entries = tl.load(code_ptr + 7)
+    extra = tl.load(code_ptr + 8)
     word = i * 0 + j * 0
     if op == _QUERY_LISTED:
         count = _upper_bound(table_ptr, entries, size, i) - _upper_bound(table_ptr, entries, size, i - 1)
@@ -151,11 +156,20 @@ def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
             document = tl.load(table_ptr + entries + run, mask=inside, other=-1)
             word |= tl.where((document == own) & (own >= 0), run_of_bits(begin - j, end - 1 - j), 0)
             run += 1
-    else:
+    elif op == _CHOSEN_BLOCK:
         row_ptr = table_ptr + (i // size - extra) * entries
         for n in range(entries):
             first = tl.load(row_ptr + n) * size - j
             word |= run_of_bits(first, first + size - 1)
+    else:
+        for block in range(31 // size + 2):
+            first = block * size - j % size
+            row_ptr = table_ptr + (j // size + block - extra) * entries
+            hit = word * 0
+            for n in range(entries):
+                # A block that begins past the word may have no row in the table.
+                hit |= (tl.load(row_ptr + n, mask=first < 32, other=-1) == i // size).to(tl.int32)
+            word |= tl.where(hit != 0, run_of_bits(first, first + size - 1), 0)
     return word
 
 
@@ -172,7 +186,7 @@ def program_bounds(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
         code_ptr = numbers_ptr + start + 1 + n * _WIDTH
         op = tl.load(code_ptr)
         low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
-        size, shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4)
+        size, i_shift, j_shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4), tl.load(code_ptr + 5)
         if op == _NOT:
             top = nothing & 1
             nothing = (nothing & ~1) | (everything & 1)
@@ -186,7 +200,8 @@ def program_bounds(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
             joined = tl.where(op == _AND, everything & below, everything | below)
             everything = (below & ~1) | (joined & 1)
         else:
-            least, most = _range(numbers_ptr, code_ptr, op, size, q_low + shift, q_high + shift, kv_low, kv_high)
+            i_low, i_high, j_low, j_high = q_low + i_shift, q_high + i_shift, kv_low + j_shift, kv_high + j_shift
+            least, most = _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high)
             nothing = (nothing << 1) | ((most < low) | (least > high)).to(tl.int32)
             everything = (everything << 1) | ((least >= low) & (most <= high)).to(tl.int32)
     return nothing & 1, everything & 1
@@ -231,7 +246,7 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
 @no_type_check
 def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
     """Bounds of what an instruction tests within rectangles, as for `program_bounds`."""
-    extra = tl.load(code_ptr + 7)
+    extra = tl.load(code_ptr + 8)
     least = i_low - j_high
     most = i_high - j_low
     none = j_low * 0
@@ -242,6 +257,10 @@ def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
         least, most = j_low, j_high
     elif op == _DISTANCE_REMAINDER:
         least, most = _remainders(least + extra, most + extra, size)
+    elif op == _QUERY_REMAINDER:
+        least, most = _remainders(i_low, i_high, size)
+        least += none
+        most += none
     elif op == _KEY_REMAINDER:
         least, most = _remainders(j_low, j_high, size)
     elif op == _GRID_ROW:
@@ -252,15 +271,15 @@ def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
         j_least, j_most = _remainders(j_low, j_high, size)
         least, most = i_least - j_most, i_most - j_least
     elif op >= _QUERY_LISTED:
-        table_ptr = numbers_ptr + tl.load(code_ptr + 5)
-        entries = tl.load(code_ptr + 6)
+        table_ptr = numbers_ptr + tl.load(code_ptr + 6)
+        entries = tl.load(code_ptr + 7)
         if op == _QUERY_LISTED:
             least, most = _listed(table_ptr, entries, size, i_low + none, i_high + none)
         elif op == _KEY_LISTED:
             least, most = _listed(table_ptr, entries, size, j_low, j_high)
         elif op == _DOCUMENT:
             least, most = _one_document(table_ptr, entries, size, extra, i_low, i_high, j_low, j_high)
-        else:
+        elif op == _CHOSEN_BLOCK:
             least = none
             most = none
             # Rows of the table follow each other.
@@ -270,6 +289,17 @@ def _range(numbers_ptr, code_ptr, op, size, i_low, i_high, j_low, j_high):
                 block = tl.load(table_ptr + n, mask=n < stop, other=-1)
                 hit = (block[:, None] >= (j_low // size)[None, :]) & (block[:, None] <= (j_high // size)[None, :])
                 most = tl.maximum(most, tl.max(hit.to(tl.int32), 0))
+        else:
+            least = none
+            most = none
+            row = j_low // size - extra
+            rows = j_high // size - extra - row + 1
+            for _ in range(tl.max(rows, 0)):
+                for n in range(entries):
+                    block = tl.load(table_ptr + row * entries + n, mask=rows > 0, other=-1)
+                    most |= ((block >= i_low // size) & (block <= i_high // size)).to(tl.int32)
+                row += 1
+                rows -= 1
     return least, most
 
 

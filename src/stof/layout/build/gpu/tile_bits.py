@@ -68,7 +68,7 @@ def start_of(starts_ptr, pattern, stride_b, stride_h, mask_heads, SOURCE: tl.con
 @no_type_check
 def bits_of(
     source_ptr, start, stride_q, stride_k, q0, first, tile_column, q_len, kv_len,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SOURCE: tl.constexpr, BLOCK_M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Packed bits `[ROWS, words]` of a tile's rows from `first` on; 0 where there is no row or column.
 

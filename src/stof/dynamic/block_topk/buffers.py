@@ -1,0 +1,267 @@
+"""Work for the best key blocks of each query block: choosing them, and lists for whichever kernels read them.
+
+Choosing is one launch. Each kernel that calls run on has lists of its own, which updates fill from what was chosen,
+from the first call on that reads them. How many tiles each row block has on the Hopper kernel is known beforehand but
+for scores that exclude blocks: its work is listed once, and the device finds the tiles' columns and, within its place
+in the lists, what each item computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stof.dynamic.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
+from stof.errors import UnfitLayoutError
+from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.config import RUN
+from stof.kernels.hopper.tile_lists import TileLists, oob_column
+from stof.layout import LayoutConfig
+from stof.layout import bitmaps as bits
+from stof.layout.survey import TileCounts
+
+if TYPE_CHECKING:
+    from stof.runtime.launch import Launch
+
+# Tiles written at once.
+_TILES_AT_ONCE = 64
+# Columns of a slab where tiles are pairs of blocks; a block is a run of them.
+_SLAB = 16
+
+
+def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
+    """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
+    if _paired(config, block_size):
+        return True
+    return config.slab is None and config.block_m <= config.block_n <= block_size
+
+
+def _paired(config: LayoutConfig, block_size: int) -> bool:
+    """Whether each half of a tile is a block of its own."""
+    return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
+
+
+def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
+    """Every bitmap of `width` columns: bool `[3 + 2 * width / block_m, block_m, width]`.
+
+    The first keeps nothing. The one at `1 + 2 * place + tail` keeps what a causal mask does in tiles that begin
+    `place * block_m - width` columns after their row block (at place 0 that is everything), and with a tail only
+    columns before `kv_len`, in the tile that holds the last of them.
+    """
+    row, column = torch.arange(block_m)[:, None], torch.arange(width)[None, :]
+    keep = [torch.zeros(block_m, width, dtype=torch.bool)]
+    for place in range(1 + width // block_m):
+        causal = column + place * block_m - width <= row
+        keep += [causal, causal & (column < kv_len % width)]
+    return torch.stack(keep)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockBuffers(WorkBuffers):
+    """Lists for `k` key blocks of `block_size` keys to a query block.
+
+    Attributes:
+        causal: whether queries see no later keys.
+        chosen: int32 `[P, query blocks, k]`, key blocks taken, ascending.
+        count: int32 `[P, query blocks]`, how many.
+        bad: int32 `[P]`, what is wrong with the present scores.
+    """
+
+    k: int
+    block_size: int
+    causal: bool
+    chosen: Tensor
+    count: Tensor
+    bad: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self.chosen, self.count, self.bad)
+
+    def work_launches(self) -> tuple[Launch, ...]:
+        import triton
+
+        from stof.dynamic.block_topk import triton_kernels as kernels
+        from stof.runtime.launch import Launch
+
+        problem, work = self.problem, self.work
+        slots = _slots(problem, self.k, self.block_size)
+        fill = Launch(
+            kernels.block_fill,
+            problem.patterns * problem.row_blocks,
+            (
+                self.chosen, self.count, self.bad, work.items, work.first_columns, work.partial_columns,
+                work.partial_bitmap, work.bitmaps,
+            ),
+            (problem.row_blocks, self.chosen.shape[1], self.k, slots, problem.q_len, problem.kv_len),
+            (
+                self.block_size, self.causal, problem.block_m, problem.block_n,
+                min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
+            ),
+        )  # fmt: skip
+        return (fill,)
+
+    def hopper_refusals(self) -> tuple[str, ...]:
+        """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
+        problem, found = self.problem, []
+        if self.block_size < 64:
+            found.append(f"takes blocks of 64 or 128 made at run time, not {self.block_size}")
+        if self.causal and problem.kv_len > problem.q_len and problem.q_len % self.block_size:
+            # 0 * NaN is NaN, and TMA reads whole tiles.
+            found.append(f"the last block holds keys past query {problem.q_len - 1}, which no query sees")
+        return tuple(found)
+
+    def hopper_serves(self, config: LayoutConfig) -> bool:
+        return fits_blocks(config, self.block_size)
+
+    def counts(self, config: LayoutConfig) -> TileCounts:
+        """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
+        problem, size = self.problem, self.block_size
+        row_blocks = -(-problem.q_len // config.block_m)
+        key_blocks = -(-problem.kv_len // size)
+        query_block = torch.div(torch.arange(row_blocks) * config.block_m, size, rounding_mode="floor")
+        seen = (query_block + 1).clamp(max=key_blocks) if self.causal else torch.full_like(query_block, key_blocks)
+        taken = seen.clamp(max=self.k)
+        tiles = torch.div(taken * size + config.block_n - 1, config.block_n, rounding_mode="floor")
+        # With more blocks to choose from than are taken, a query's own is one among many.
+        partial = (seen <= self.k) & self.causal
+        if _paired(config, size):
+            partial |= taken % 2 == 1
+        shape = (problem.patterns, row_blocks)
+        return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
+
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+        """Lists for the Hopper kernel.
+
+        Args:
+            config: a shape of tiles that `fits_blocks`.
+            split_tiles: see `make_tile_lists`.
+
+        Raises:
+            UnfitLayoutError: see `hopper_refusals`.
+        """
+        refused = self.hopper_refusals()
+        if refused or not fits_blocks(config, self.block_size):
+            raise UnfitLayoutError(next(iter(refused), f"{config} does not divide blocks of {self.block_size}"))
+        problem, device = self.problem, self.flags.device
+        counts = self.counts(config)
+        paired = _paired(config, self.block_size)
+        slots = -(-self.k * self.block_size // config.block_n) + 1
+        nothing = counts.full.numel() * slots
+        keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+        if paired:  # every one on the left, with every one on the right
+            kinds = len(keep)
+            keep = torch.cat([keep.repeat_interleave(kinds, 0), keep.repeat(kinds, 1, 1)], 2)
+        width = config.block_n // _SLAB if paired else 1
+        if (nothing + 2) * width >= 2**31:
+            raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
+        zeros = int_zeros(device)
+        columns = zeros(nothing + 2, width)
+        spare = oob_column(problem.kv_len)
+        columns[nothing:] = -1 - spare if paired else spare
+        dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
+        empty = zeros(0)
+        lists = TileLists(
+            pattern_of=self.work.pattern_of,
+            items=dealt.items,
+            item_ptr=dealt.item_ptr,
+            tile_columns=columns,
+            # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
+            tile_bitmap=zeros(nothing + 3),
+            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
+            row_order=empty,
+            ranges=dealt.ranges,
+            compacted_keys=empty,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            slab=_SLAB if paired else 0,
+            row_step=1,
+            column_step=1,
+            chunks=dealt.chunks,
+            has_full=1,
+        )
+        return FilledTiles(lists, (dealt.first_item,), (_hopper_fill(self, lists, dealt.first_item, slots, nothing),))
+
+
+def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:
+    """Lists for `k` key blocks to a query block: they always fit."""
+    count = problem.patterns * problem.row_blocks
+    query_blocks = -(-problem.q_len // block_size)
+
+    zeros = int_zeros(device)
+    return BlockBuffers(
+        problem=problem,
+        work=empty_work(
+            problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, contiguous_tiles=True
+        ),
+        flags=zeros(problem.patterns),
+        k=k,
+        block_size=block_size,
+        causal=causal,
+        chosen=zeros(problem.patterns, query_blocks, k),
+        count=zeros(problem.patterns, query_blocks),
+        bad=zeros(problem.patterns),
+    )
+
+
+def _slots(problem: DynamicSizes, k: int, block_size: int) -> int:
+    """Tiles of a row block: two partial ones, then full ones."""
+    return k * (block_size // problem.block_n) + 2
+
+
+def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
+    """Choose blocks, and fill the lists in use.
+
+    Args:
+        buffers: from `block_buffers`.
+        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
+        nan_bit: the flag for NaN scores.
+    """
+    key = (scores.shape, scores.stride(), scores.dtype)
+    (select,) = buffers.launched(key, lambda: (_selecting(buffers, scores, nan_bit),))
+    buffers.bad.zero_()
+    select(scores)
+    buffers.fill()
+
+
+def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
+    import triton
+
+    from stof.dynamic.block_topk import triton_kernels as kernels
+    from stof.runtime.launch import Launch
+
+    query_blocks, key_blocks = scores.shape[2:]
+    width = triton.next_power_of_2(key_blocks)
+    strides = [0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True)]
+    return Launch(
+        kernels.select_blocks,
+        buffers.problem.patterns * query_blocks,
+        (buffers.chosen, buffers.count, buffers.bad, buffers.flags),
+        (*strides, buffers.problem.mask_heads, query_blocks, key_blocks, buffers.k),
+        (nan_bit, buffers.causal, width),
+        # A warp by itself sums without waiting for others, some 34 times in a row.
+        num_warps=max(1, min(16, width // 1024)),
+    )
+
+
+def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, slots: int, nothing: int) -> Launch:
+    from stof.dynamic.block_topk.hopper_kernels import fill_tiles
+    from stof.runtime.launch import Launch
+
+    problem = buffers.problem
+    row_blocks = (len(first_item) - 1) // problem.patterns
+    return Launch(
+        fill_tiles,
+        problem.patterns * row_blocks,
+        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.ranges),
+        (row_blocks, buffers.chosen.shape[1], buffers.k, slots, nothing, problem.q_len, problem.kv_len),
+        (
+            buffers.block_size, buffers.causal, lists.block_m, min(lists.block_n, buffers.block_size), lists.slab > 0,
+            _TILES_AT_ONCE,
+        ),
+        num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Dense masks and masks of bits that change in every step."""

@@ -1,0 +1,112 @@
+"""Buffers for dense masks: bool tensors and bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.dynamic.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
+from stof.runtime.cache_keys import with_stable_key
+
+# Columns handled at once, in lists and of a dense mask.
+_COPY, _COLUMNS = 1024, 128
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DenseBuffers(WorkBuffers):
+    """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`."""
+
+    owner: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self.owner)
+
+
+def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseBuffers:
+    """Lists for tiles that hold a share `density` of all scores; None for all of them."""
+    per_row = -(-problem.kv_len // problem.block_n)
+    # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
+    tiles = problem.row_blocks * (per_row + 1)
+    if density is not None:
+        tiles = min(tiles, max(1, int(problem.row_blocks * per_row * density)))
+    tiles *= problem.patterns
+    zeros = int_zeros(device)
+    return DenseBuffers(
+        problem=problem,
+        work=empty_work(problem, device, tiles=tiles, bitmaps=tiles),
+        flags=zeros(problem.patterns),
+        owner=zeros(tiles, 2),
+    )
+
+
+def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
+    """Write the work of a dense mask.
+
+    Args:
+        buffers: from `dense_buffers`.
+        keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
+    """
+    from stof.dynamic.dense import triton_kernels as kernels
+
+    problem, work, device = buffers.problem, buffers.work, buffers.flags.device
+    packed = keep.dtype == torch.int32
+    keep = keep if packed else keep.view(torch.uint8)
+    strides = [0 if size == 1 else stride for size, stride in zip(keep.shape, keep.stride(), strict=True)]
+    count = problem.patterns * problem.row_blocks
+    column_blocks = -(-problem.kv_len // _COLUMNS)
+    classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
+    with_stable_key(kernels.dense_classes)[(count * column_blocks,)](
+        keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
+        problem.kv_len, packed, problem.block_m, _COLUMNS,
+    )  # fmt: skip
+    shape = (problem.patterns, problem.row_blocks)
+    full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
+    full = torch.div(full_columns, problem.block_n, rounding_mode="floor")
+    partial = _up(any_columns - full * problem.block_n, problem.block_n)
+    problems = int_zeros(device)(problem.patterns)
+    begin, full_begin, place, poisoned = _placed(partial, full, problems != 0, buffers.tiles)
+    _flag(buffers, problems, poisoned)
+    rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
+    buffers.owner.fill_(-1)
+    with_stable_key(kernels.dense_fill)[(count,)](
+        rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, buffers.owner,
+        problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
+    )  # fmt: skip
+    with_stable_key(kernels.dense_bitmaps)[(buffers.tiles,)](
+        keep, buffers.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
+        problem.q_len, packed, problem.block_m, problem.block_n,
+    )  # fmt: skip
+
+
+def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the tiles of each row block go.
+
+    Args:
+        partial, full: int64 `[P, R]`, tiles of each kind, at most.
+        bad: bool `[P]`, patterns that are not computed.
+        tiles: room there is.
+
+    Returns:
+        First partial tile, first full tile, position in the item list (longest first), and whether the row block has no
+        buffers or belongs to a bad pattern; all `[P, R]`.
+    """
+    needed = torch.where(bad[:, None], 0, partial + full)
+    end = needed.flatten().cumsum(0).view_as(needed)
+    poisoned = bad[:, None] | (end > tiles)
+    begin = torch.where(poisoned, 0, end - needed)
+    order = needed.argsort(dim=1, descending=True, stable=True)
+    steps = torch.arange(needed.shape[1], device=needed.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(1, order, steps)
+    return begin, begin + torch.where(poisoned, 0, partial), place, poisoned
+
+
+def _flag(buffers: WorkBuffers, problems: Tensor, poisoned: Tensor) -> None:
+    """Remember what was wrong."""
+    overflow = (poisoned & (problems == 0)[:, None]).any(1)
+    buffers.flags.bitwise_or_(problems | torch.where(overflow, OVERFLOW, 0).int())
+
+
+def _up(count: Tensor, step: int) -> Tensor:
+    return torch.div(count + step - 1, step, rounding_mode="floor")

@@ -1,0 +1,153 @@
+"""Triton kernels that write the block-wise kernel's work from dense masks."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.dynamic.fill import (
+    store_item,
+    store_nan_item,
+    store_words,
+)
+
+
+@triton.jit
+@no_type_check
+def _dense_at(keep_ptr, row, column, stride_q, stride_k, ok, BITS: tl.constexpr):
+    """int32, 1 where a dense mask keeps a score: bytes, or bits of 32 columns to a word."""
+    at = row.to(tl.int64) * stride_q
+    if BITS:
+        word = tl.load(keep_ptr + at + (column >> 5) * stride_k, mask=ok, other=0)
+        return (word >> (column & 31)) & 1
+    return (tl.load(keep_ptr + at + column * stride_k, mask=ok, other=0) != 0).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def dense_classes(
+    keep_ptr,  # [B, H, Sq, Skv] bytes, or bits [B, H, Sq, ceil(Skv / 32)] int32
+    classes_ptr,  # [P, row blocks, Skv] int8
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    row_blocks,
+    column_blocks,
+    q_len,
+    kv_len,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """How many rows of a row block keep each column: 0 none, 1 some, 2 all."""
+    program = tl.program_id(0)
+    row_program = program // column_blocks
+    pattern = row_program // row_blocks
+    row_block = row_program % row_blocks
+    keep_ptr += (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    ok = (row < q_len)[:, None] & (column < kv_len)[None, :]
+    count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS), 0)
+    rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
+    kind = tl.where(count == rows, 2, tl.where(count > 0, 1, 0))
+    at = row_program.to(tl.int64) * kv_len + column
+    tl.store(classes_ptr + at, kind.to(tl.int8), mask=column < kv_len)
+
+
+@triton.jit
+@no_type_check
+def dense_fill(
+    rows_ptr,  # [P, R, 6] int32: place, first tile, partial tiles, first full tile, full tiles, NaN
+    classes_ptr,  # [P, R, Skv] int8
+    items_ptr,
+    first_columns_ptr,
+    columns_ptr,
+    bitmap_ptr,
+    owner_ptr,  # [T, 2] int32, row block and number of columns of each partial tile
+    row_blocks,
+    kv_len,
+    BLOCK_N: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Columns of one row block's tiles: those all rows keep fill full tiles, the rest of them join the others."""
+    program = tl.program_id(0)
+    pattern = program // row_blocks
+    row_block = program % row_blocks
+    row_ptr = rows_ptr + program * 6
+    place = pattern * row_blocks + tl.load(row_ptr)
+    if tl.load(row_ptr + 5) != 0:
+        store_nan_item(items_ptr, place, row_block)
+        return
+    partial_begin = tl.load(row_ptr + 1)
+    n_partial = tl.load(row_ptr + 2)
+    full_begin = tl.load(row_ptr + 3)
+    n_full = tl.load(row_ptr + 4)
+    # Positions in the column list; what is left over of the full columns comes first among the partial ones.
+    partial_at = partial_begin.to(tl.int64) * BLOCK_N
+    full_at = full_begin.to(tl.int64) * BLOCK_N
+    full_room = n_full * BLOCK_N
+    n_all, n_some = 0, 0
+    for start in range(0, kv_len, COPY):
+        column = start + tl.arange(0, COPY)
+        kind = tl.load(classes_ptr + program.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
+        all_rows = (kind == 2).to(tl.int32)
+        rank = n_all + tl.cumsum(all_rows, 0) - 1
+        in_full = (all_rows != 0) & (rank < full_room)
+        tl.store(columns_ptr + full_at + rank, column, mask=in_full)
+        other = ((kind != 0) & ~in_full).to(tl.int32)
+        tl.store(columns_ptr + partial_at + n_some + tl.cumsum(other, 0) - 1, column, mask=other != 0)
+        n_all += tl.sum(all_rows, 0)
+        n_some += tl.sum(other, 0)
+    tl.debug_barrier()
+    n = tl.arange(0, BLOCK_N)
+    for i in range(n_partial):
+        x = i * BLOCK_N + n
+        stand_in = tl.load(columns_ptr + partial_at + i * BLOCK_N)
+        # Places past the last column repeat one of the tile, and keep nothing.
+        tl.store(columns_ptr + partial_at + x, tl.zeros([BLOCK_N], tl.int32) + stand_in, mask=x >= n_some)
+        tile = partial_begin + i
+        tl.store(bitmap_ptr + tile, tile)
+        tl.store(owner_ptr + tile * 2, program)
+        tl.store(owner_ptr + tile * 2 + 1, tl.minimum(BLOCK_N, n_some - i * BLOCK_N))
+    tl.debug_barrier()
+    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
+                partial_begin + n_partial, full_begin, full_begin + n_full, BLOCK_N)  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def dense_bitmaps(
+    keep_ptr,  # as for `dense_classes`
+    owner_ptr,  # [T, 2] int32, row block (-1: not a partial tile) and number of columns
+    columns_ptr,
+    bitmaps_ptr,
+    stride_b,
+    stride_h,
+    stride_q,
+    stride_k,
+    mask_heads,
+    row_blocks,
+    q_len,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bits of one partial tile; there is a program for every tile there is room for."""
+    tile = tl.program_id(0)
+    owner = tl.load(owner_ptr + tile * 2)
+    if owner < 0:
+        return
+    count = tl.load(owner_ptr + tile * 2 + 1)
+    pattern = owner // row_blocks
+    keep_ptr += (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
+    n = tl.arange(0, BLOCK_N)
+    column = tl.load(columns_ptr + tile.to(tl.int64) * BLOCK_N + n)
+    row = (owner % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok = (row < q_len)[:, None] & (n < count)[None, :]
+    keep = _dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS)
+    store_words(bitmaps_ptr + tile.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)

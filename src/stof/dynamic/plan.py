@@ -1,0 +1,369 @@
+"""Plans for masks that a model makes at run time: fixed memory, rebuilt on the device in every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.dynamic.buffers import OVERFLOW, WorkBuffers
+from stof.dynamic.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
+from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
+from stof.kernels.hopper.prepare import PreparedTiles
+from stof.kernels.implementation import BoundCall
+from stof.kernels.triton.work_list import PreparedWork
+from stof.layout import Layout, LayoutConfig
+from stof.layout.survey import Survey
+from stof.masks import Mask
+from stof.masks.base import check_lengths, check_sizes
+from stof.masks.dynamic import described
+from stof.masks.tensors import DenseMask, as_mask, dense_view
+from stof.plans.calls import call_sizes_of
+from stof.plans.plan import Plan
+from stof.runtime import streams
+from stof.runtime.memory import in_capture, record_streams, tensors_on_host
+from stof.runtime.streams import Update
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
+from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
+from stof.selection.mask_geometry import Geometry, MaskGeometry
+from stof.validation import usable_device
+
+# What may run a plan on a GPU.
+_KERNELS = ("hopper", "block_wise")
+
+
+class DynamicPlan(Plan):
+    """A plan whose mask is replaced in every step. Make it with `stof.dynamic_plan`, then `update` and attend.
+
+    On a GPU all memory is fixed and `update` only launches kernels: it can be captured in a CUDA graph together with
+    the attention calls that follow, and replayed after the mask's tensors changed in place. Lists that the Hopper
+    kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
+    would serve instead. Elsewhere `update` builds anew.
+
+    Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
+    replays of graphs that hold some of them, and calls and updates by several threads.
+
+    Invalid indices, and tiles that do not fit the buffers, make the rows concerned NaN, and `check` raises.
+    """
+
+    is_dynamic = True
+
+    def __init__(
+        self, mask: Mask, lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device, density: float | None
+    ) -> None:
+        self._mask, self._sizes, self._density = mask, sizes, density
+        self._buffers: WorkBuffers | None = None
+        # The last one, and the last one that is part of a CUDA graph: that runs in replays alone.
+        self._updates = {False: Update(), True: Update()}
+        self._replayed = False
+        self._captured = False
+        self._streams: set[int] = set()
+        dims = mask.dims(*sizes)
+        geometry = self._geometry_of(mask, lengths, device)
+        super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
+        if device.type == "cuda":
+            with tensors_on_host():
+                self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+        self._take(mask)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies have memory of their own, filled from the present mask."""
+        return DynamicPlan, (self._mask, (self.q_len, self.kv_len), self._sizes, self.device, self._density)
+
+    def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
+        return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
+
+    @property
+    def mask(self) -> Mask:
+        """The present one."""
+        return self._mask
+
+    def update(self, mask: Mask | Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Take another mask of the same kind and shapes, or the same one after its tensors changed.
+
+        Args:
+            mask: its tensors must not change before the attention calls under it.
+            stream: where to build, beside the work that the current stream is given next; None for the current stream.
+                Building begins after the current stream's work so far, which made the mask and may still read the last
+                one, and attention under this plan waits for it. May be captured, fork and join, in a CUDA graph; once
+                attention was captured, updates outside of a graph make the current stream wait at once.
+
+        Raises:
+            PlanMismatchError: a mask of another kind, or tensors of other shapes.
+            MaskError: elsewhere than on a GPU, indices or scores that mean nothing; on a GPU `check` reports them. The
+                same mask of `from_dense` again, or one while a CUDA graph is captured: it has a copy of its tensor.
+        """
+        mask = _runtime_mask(mask)
+        if isinstance(mask, DenseMask) and mask.copied and (mask is self._mask or in_capture()):
+            raise MaskError(
+                "masks.from_dense copied its tensor, so this update would not see what was or will be written to it; "
+                "give the bool tensor itself"
+            )
+        if mask_signature(mask) != mask_signature(self._mask):
+            raise PlanMismatchError(
+                f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
+            )
+        self._take(mask, stream)
+
+    def _take(self, mask: Mask, stream: torch.cuda.Stream | None = None) -> None:
+        if self._buffers is None:
+            mask.check(self.q_len, self.kv_len)  # one that means nothing leaves the plan as it was
+            self._layout = None
+            self._prepared.clear()
+            self._calls.clear()
+        else:
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._captured = self._captured or capturing
+                current = streams.stream_id()
+                if stream is None:
+                    self._fill(self._buffers, mask, capturing, current)
+                    self._updates[capturing] = Update() if capturing else Update.here()
+                else:
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        self._fill(self._buffers, mask, capturing, current)
+                        self._updates[capturing] = Update.here()
+                    for tensor in mask_tensors(mask):
+                        # Their memory may be given to others when the current stream has passed this point.
+                        tensor.record_stream(stream)
+                    if self._replayed and not capturing:
+                        self._updates[capturing].join()  # replays of attention ask nobody
+        self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+
+    def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
+        """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
+        last = self._updates[capturing]
+        last.join()
+        if not capturing:
+            # A kernel that reads a range's begin under one mask and its end under another may hang.
+            last.wait_for_calls(ordered)
+        fill_buffers(buffers, mask)
+        record_streams(buffers.tensors(), self.device, self._streams)
+
+    def check(self) -> None:
+        """Raise if anything could not be computed since the last check; waits for the device.
+
+        Raises:
+            MaskError: names the batch entries and heads, and what was wrong with their masks.
+        """
+        if self._buffers is None:
+            return  # `update` has raised already
+        self._wait()
+        found = self._buffers.flags.tolist()
+        if not any(found):
+            return
+        self._buffers.flags.zero_()
+        lines = []
+        for number, flags in enumerate(found):
+            if flags:
+                reasons = [described(flags)] if described(flags) else []
+                if flags & OVERFLOW:
+                    reasons.append(f"more tiles than there is room for ({self._buffers.tiles} in all)")
+                b, h = divmod(number, self.mask_heads)
+                lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
+        shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
+        advice = (
+            "; for more room, make the plan with a larger `density`" if any(flags & OVERFLOW for flags in found) else ""
+        )
+        raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
+
+    @property
+    def layout(self) -> Layout:
+        """The present mask's layout, built anew each time: for pictures, figures and files."""
+        return self._build(LayoutConfig(BLOCK, BLOCK, 1), None)
+
+    def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
+        """The fastest candidate, of one implementation when it is named; decided once.
+
+        Raises:
+            UnsupportedError: none can run the call.
+        """
+        if self._buffers is None:
+            return super().choice(call, implementation)
+        # The Hopper kernel's first call makes the work list on the host, which a CUDA graph cannot capture.
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and implementation == "hopper":
+            reason = "its first call for such tensors cannot be captured; make one before the capture"
+            raise UnsupportedError("a dynamic plan cannot run this call", {"hopper": [reason]})
+        offered = (*_KERNELS[1:],) if capturing else _KERNELS
+        key = (call, implementation or ",".join(offered))
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
+        return found
+
+    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> KernelChoice:
+        reasons: dict[str, list[str]] = {}
+        for name in offered:
+            if name not in _KERNELS:
+                reasons[name] = [f"dynamic plans run on {' and '.join(_KERNELS)}, not on {name}"]
+        for candidate in self.candidates(call):
+            if candidate.name in offered:
+                if candidate.choice is not None and not candidate.refusals:
+                    return candidate.choice
+                reasons.setdefault(candidate.name, []).extend(candidate.refusals)
+        raise UnsupportedError("a dynamic plan cannot run this call", reasons)
+
+    def find_call(self, *given: Any) -> BoundCall | None:
+        """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
+        self._wait()
+        return super().find_call(*given)
+
+    def _wait(self) -> None:
+        """Let the plan's device's current stream wait for the last update."""
+        if self._buffers is not None and torch.cuda.is_initialized():
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+                self._replayed = self._replayed or capturing
+                # An eager update has ended before a capture begins.
+                update = self._updates[capturing]
+                update.join()
+                if not self._buffers.calls_fill:
+                    return
+                if not capturing:  # calls on other streams may still read what is written
+                    update.wait_for_calls(streams.stream_id())
+                self._buffers.run_pending_fills()
+                if not capturing:
+                    self._updates[False] = Update.here()
+
+    def refuse_first_call(self) -> None:
+        """Nothing: see `choice` for what runs within a capture."""
+
+    def candidates(self, call: CallSpec) -> list[Candidate]:
+        """The ways to run a call on a GPU: by the block-wise Triton kernel, and by the Hopper kernel where it can.
+
+        Neither takes 8-bit tensors with tiles made at run time; these are widened.
+        """
+        if self._buffers is None:
+            return super().candidates(call)
+        wide = call.widened()
+        if wide is None:
+            return self._candidates_of(self._buffers, call)
+        found = self._candidates_of(self._buffers, wide)
+        return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
+
+    def _candidates_of(self, buffers: WorkBuffers, call: CallSpec) -> list[Candidate]:
+        """`candidates` with tensors as they are."""
+        refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
+        refusals["hopper"] += buffers.hopper_refusals()
+        if call.has_bias:
+            refusals["hopper"].append("no bias where tiles are made at run time")
+        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, buffers.hopper_serves)
+        refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
+        if refusals["block_wise"]:
+            return refused
+        problem = buffers.problem
+        layout = LayoutConfig(problem.block_m, problem.block_n, None if buffers.work.contiguous_tiles else 1)
+        block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
+        if not choices:
+            return [Candidate("block_wise", (), block_wise), *refused]
+        # Where there are no estimates, for a few rows, the first one runs.
+        geometry = _BufferGeometry(buffers)
+        return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
+
+    def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
+        """Exclude a choice from later calls; an error of the block-wise kernel is raised, as no other is left."""
+        if self._buffers is not None and choice.implementation == "block_wise":
+            raise error
+        super().reject(choice, call, error)
+
+    def prepared(self, choice: KernelChoice | str) -> Any:
+        """The work of the present mask; its tensors stay the same from step to step."""
+        if self._buffers is None:
+            return super().prepared(choice)
+        assert isinstance(choice, KernelChoice)
+        kernel, choice = choice.kernel, replace(choice, widened=False)
+        assert kernel is not None
+        found = self._prepared.get(choice)
+        if found is None:
+            buffers = self._buffers
+            with tensors_on_host():
+                if choice.implementation == "hopper":
+                    assert choice.layout is not None
+                    lists = buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured)
+                    found = PreparedTiles(lists, kernel)
+                else:
+                    buffers.use_work(self._captured)
+                    found = PreparedWork(buffers.work, kernel)
+            self._prepared[choice] = found
+        return found
+
+    def extended(self, rows: int, mask: Mask | None = None) -> Plan:
+        """Not for plans of fixed sizes."""
+        del rows, mask
+        raise ArgumentError("a dynamic plan has fixed lengths; make another with stof.dynamic_plan")
+
+    def _check_unchanged(self) -> None:
+        """The mask's tensors are meant to change."""
+
+    def bytes(self) -> int:
+        """Memory of the fixed lists."""
+        return super().bytes() if self._buffers is None else self._buffers.bytes()
+
+    def __repr__(self) -> str:
+        return f"DynamicPlan({self._mask!r}, q_len={self.q_len}, kv_len={self.kv_len}, device={str(self.device)!r})"
+
+
+def _runtime_mask(mask: Mask | Tensor) -> Mask:
+    """A mask; of a bool tensor one that reads it at each update."""
+    return dense_view(mask) if isinstance(mask, Tensor) else as_mask(mask)
+
+
+class _BufferGeometry(Geometry):
+    """What the selector asks of buffers: as many tiles as can be told before the mask is known."""
+
+    def __init__(self, buffers: WorkBuffers) -> None:
+        self._buffers = buffers
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        del row_order
+        problem = self._buffers.problem
+        with tensors_on_host():
+            counts = {geometry: self._buffers.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, problem.q_len), problem.kv_len)
+        return Survey(counts, kept, problem.mask_batch, problem.mask_heads)
+
+
+def dynamic_plan(
+    mask: Mask | Tensor,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str | None = None,
+    density: float | None = None,
+) -> DynamicPlan:
+    """A plan for masks that change in every step, whose work is built on the device.
+
+    Args:
+        mask: the first mask: `vertical_slash` (also `.with_query_offset`), `block_topk`, `from_bits`, or a dense bool
+            tensor. Later ones are of the same kind and shapes.
+        q_len, kv_len: lengths in tokens; `kv_len` defaults to `q_len`.
+        batch, heads: sizes of the calls to come.
+        device: where the calls run and the masks' tensors are; default that of the mask.
+        density: largest share of all scores, over heads and rows, that the tiles may take, for bool tensors and bits;
+            it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask of
+            these shapes, which `vertical_slash` and `block_topk` always have.
+
+    Raises:
+        MaskError: a mask of another kind, or (not on a GPU) one that means nothing.
+        ShapeError: the mask does not fit the lengths, batch or heads.
+        ArgumentError: a density outside 0 to 1, or more room than a plan can hold.
+    """
+    mask = _runtime_mask(mask)
+    kv_len = q_len if kv_len is None else kv_len
+    check_lengths(q_len, kv_len)
+    check_sizes(batch, heads)
+    if density is not None and not 0 < density <= 1:
+        raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
+    own = mask_tensors(mask)[0].device
+    where = own if device is None else usable_device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where != own:
+        raise ArgumentError(f"the mask's tensors are on {own}, the plan on {where}; make them where the calls run")
+    return DynamicPlan(mask, (q_len, kv_len), (batch, heads), where, density)

@@ -1,0 +1,1 @@
+"""Masks of vertical columns and slash distances."""

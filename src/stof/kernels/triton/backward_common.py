@@ -1,0 +1,258 @@
+"""What the backward kernels share: gradients of one tile, numbers of each query row, sums of split row blocks.
+
+    delta = rowsum(d_out * out) - d_lse
+    p = exp(s - lse); d_s = p * (d_out v^T - delta)
+    d_v = p^T d_out; d_q = scale * d_s k; d_k = scale * d_s^T q
+
+dQ is computed over the forward layout (`dq_kernel.py`), dK and dV over the transposed one (`dkv_kernel.py`), and so is
+the gradient of a bias (`bias_gradient_kernel.py`). Each kernel keeps the rows of one row block in registers and goes
+through the tiles of a layout, as the forward does, so nothing is added up by atomics: equal calls give equal bits.
+Programs of a split row block leave partial sums in float32, which `merge_kernel` adds up in the order of the chunks.
+
+Dropout: its mask multiplies the weights of dV and `d_out v^T`, both in `tile_gradients`.
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from stof.kernels.triton.softcap import softcapped
+from stof.kernels.triton.tile_bits import kept_scores
+from stof.runtime.pdl import launch_next_and_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+@no_type_check
+def block_rows(row_block, row_order_ptr, n_rows, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, PERMUTED: tl.constexpr):
+    """Row and existence of each of a row block's rows, `[BLOCK_M]`; only the first BLOCK_R exist."""
+    r = tl.arange(0, BLOCK_M)
+    row = row_block * BLOCK_R + r
+    row_ok = row < n_rows
+    if BLOCK_M > BLOCK_R:
+        row_ok = row_ok & (r < BLOCK_R)
+    if PERMUTED:
+        row = tl.load(row_order_ptr + row, mask=row_ok, other=0)
+    return row, row_ok
+
+
+@triton.jit
+@no_type_check
+def chunk_tiles(row_block_ptr, partial_count_ptr, number, chunk, chunks):
+    """Tiles of a chunk of a row block: the partial ones from `begin` to `partial_end`, the full ones to `end`."""
+    first = tl.load(row_block_ptr + number)
+    tiles = tl.load(row_block_ptr + number + 1) - first
+    begin = first + chunk * tiles // chunks
+    end = first + (chunk + 1) * tiles // chunks
+    middle = first + tl.load(partial_count_ptr + number)
+    return begin, tl.minimum(end, middle), tl.maximum(begin, middle), end
+
+
+@triton.jit
+@no_type_check
+def load_rows(base, at, width, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """Rows of a tile, `[len(at), WIDTH]`, zeros past `width`; every row exists."""
+    d = tl.arange(0, WIDTH)
+    if PAD:
+        x = tl.load(base + at[:, None] + d[None, :], mask=(d < width)[None, :], other=0.0)
+    else:
+        x = tl.load(base + at[:, None] + d[None, :])
+    return x
+
+
+@triton.jit
+@no_type_check
+def load_block(base, at, ok, width, WIDTH: tl.constexpr):
+    """Rows of a row block, zeros where there are none."""
+    d = tl.arange(0, WIDTH)
+    return tl.load(base + at[:, None] + d[None, :], mask=ok[:, None] & (d < width)[None, :], other=0.0)
+
+
+@triton.jit
+@no_type_check
+def tile_gradients(
+    s,  # products of queries and keys, without the scale
+    d_p,  # products of d_out and values
+    lse,  # in units of log 2, +inf where a row keeps nothing; broadcast over keys, as delta and share
+    delta,
+    share,  # of the softmax's denominator that is the keys', used when HAS_SINKS
+    bias,
+    words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
+    scale,  # times log2(e) unless HAS_SCORE_MOD
+    softcap,
+    PARTIAL: tl.constexpr,
+    HAS_SCORE_MOD: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    OF_BIAS: tl.constexpr,  # gradients of what the bias is added to, not of what the softcap gets
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Weights and gradients of a tile's scores, `[BLOCK_M, BLOCK_N]`; rows are queries or keys."""
+    slope = 1.0
+    if HAS_SCORE_MOD:
+        s = s * scale
+        if HAS_SOFTCAP:
+            s = softcapped(s / softcap, softcap)
+            if not OF_BIAS:
+                slope = 1.0 - (s / softcap) * (s / softcap)
+        if HAS_BIAS:
+            s += bias
+        p = tl.exp2(s * LOG2E - lse)
+    else:
+        p = tl.exp2(s * scale - lse)
+    if HAS_SINKS:
+        w = p * share
+        d_s = w * d_p - p * delta
+    else:
+        w = p
+        d_s = p * (d_p - delta)
+    if HAS_SOFTCAP and not OF_BIAS:
+        d_s = d_s * slope
+    if PARTIAL:
+        # Both: what is dropped may be NaN, and 0 * NaN is NaN.
+        keep = kept_scores(words, BLOCK_M, BLOCK_N)
+        w = tl.where(keep, w, 0.0)
+        d_s = tl.where(keep, d_s, 0.0)
+    return w, d_s
+
+
+@triton.jit
+@no_type_check
+def row_stats_kernel(
+    out_ptr,  # [B, H, Sq, Dv]
+    d_out_ptr,  # [B, H, Sq, Dv]
+    lse_ptr,  # [B, H, Sq] float32, contiguous, as d_lse and what is written
+    d_lse_ptr,
+    sinks_ptr,  # [H]
+    stats_ptr,  # [4 or 2, B, H, Sq] float32: lse, delta, share, d_sink
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_od,
+    stride_gb,
+    stride_gh,
+    stride_gs,
+    stride_gd,
+    heads,
+    q_len,
+    row_blocks,
+    value_dim,
+    stat_size,  # B * H * Sq
+    HAS_D_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """What the other kernels read of each query row.
+
+    lse is in units of log 2, and +inf where a row keeps nothing: its weights are 0 then. With sinks,
+    `delta = share * rowsum(d_out * out) - d_lse`, where `share` is the keys' part of the denominator, and d_sink is
+    minus the row's gradient of its sink.
+    """
+    launch_next_and_wait(USE_PDL)
+    program = tl.program_id(0)
+    group = program // row_blocks
+    row = (program % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = row < q_len
+    b = (group // heads).to(tl.int64)
+    head = group % heads
+    dv = tl.arange(0, BLOCK_V)
+    ok = row_ok[:, None] & (dv < value_dim)[None, :]
+    row64, dv64 = row.to(tl.int64)[:, None], dv.to(tl.int64)[None, :]
+    out_at = b * stride_ob + head.to(tl.int64) * stride_oh + row64 * stride_os + dv64 * stride_od
+    d_out_at = b * stride_gb + head.to(tl.int64) * stride_gh + row64 * stride_gs + dv64 * stride_gd
+    out = tl.load(out_ptr + out_at, mask=ok, other=0.0).to(tl.float32)
+    d_out = tl.load(d_out_ptr + d_out_at, mask=ok, other=0.0).to(tl.float32)
+    at = group.to(tl.int64) * q_len + row
+    lse = tl.load(lse_ptr + at, mask=row_ok, other=0.0)
+    some = lse != float("-inf")  # or NaN
+    delta = tl.where(some, tl.sum(out * d_out, 1), 0.0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        share = tl.where(some, 1.0 / (1.0 + tl.exp2((sink - lse) * LOG2E)), 0.0)
+        tl.store(stats_ptr + 2 * stat_size + at, share, mask=row_ok)
+        # Not 1 - share, which loses a small sink's digits.
+        of_sink = tl.where(some, 1.0 / (1.0 + tl.exp2((lse - sink) * LOG2E)), 0.0)
+        tl.store(stats_ptr + 3 * stat_size + at, delta * of_sink, mask=row_ok)
+        delta = delta * share
+    if HAS_D_LSE:
+        delta -= tl.where(some, tl.load(d_lse_ptr + at, mask=row_ok, other=0.0), 0.0)
+    tl.store(stats_ptr + at, tl.where(some, lse * LOG2E, float("inf")), mask=row_ok)
+    tl.store(stats_ptr + stat_size + at, delta, mask=row_ok)
+
+
+@triton.jit
+@no_type_check
+def merge_kernel(
+    out_ptr,  # [B, H, rows, D]
+    chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
+    splits_ptr,  # [splits, 3] int32: row block, first slot, chunks
+    row_order_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    heads,
+    n_rows,
+    width,
+    splits,
+    slots,
+    scale,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Add up the partial sums of a split row block in the order of its chunks."""
+    launch_next_and_wait(USE_PDL)
+    program = tl.program_id(0)
+    group = program // splits
+    split_ptr = splits_ptr + program % splits * 3
+    row, row_ok = block_rows(tl.load(split_ptr), row_order_ptr, n_rows, BLOCK_R, BLOCK_M, PERMUTED)
+    slot = group.to(tl.int64) * slots + tl.load(split_ptr + 1)
+    d = tl.arange(0, BLOCK_D)
+    at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + d[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for chunk in range(tl.load(split_ptr + 2)):
+        acc += tl.load(chunk_ptr + (slot + chunk) * (BLOCK_M * BLOCK_D) + at)
+    base = out_ptr + (group // heads).to(tl.int64) * stride_b + (group % heads).to(tl.int64) * stride_h
+    out = (acc * scale).to(out_ptr.dtype.element_ty)
+    tl.store(base + row.to(tl.int64)[:, None] * stride_s + d[None, :], out, row_ok[:, None] & (d < width)[None, :])
+
+
+@triton.jit
+@no_type_check
+def store_sums(
+    acc,  # [BLOCK_M, BLOCK_D]
+    out_base,  # of the batch entry and head
+    chunk_ptr,
+    slot,
+    chunks,
+    row,
+    row_ok,
+    stride_s,
+    width,
+    scale,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a gradient, or a chunk's partial sums of it without the scale."""
+    d = tl.arange(0, BLOCK_D)
+    unsplit = row_ok
+    if SPLIT:
+        r = tl.arange(0, BLOCK_M)
+        at = r[:, None] * BLOCK_D + d[None, :]
+        tl.store(chunk_ptr + slot * (BLOCK_M * BLOCK_D) + at, acc, mask=((r >= 0) & (chunks > 1))[:, None])
+        unsplit = row_ok & (chunks == 1)
+    out = (acc * scale).to(out_base.dtype.element_ty)
+    tl.store(out_base + row[:, None] * stride_s + d[None, :], out, mask=unsplit[:, None] & (d < width)[None, :])

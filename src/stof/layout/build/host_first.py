@@ -1,0 +1,40 @@
+"""Where the mask of a new plan is evaluated: on the host until the GPU's kernels for it are worth compiling.
+
+The kernels that count tiles and build layouts take 4 to 8 s to compile (H100, empty caches). The host takes 5 to 20 ms
+for a mask of 1024 x 1024 scores, and gives the same layout bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from stof.masks import Mask
+from stof.masks.gpu_program import programs_of
+from stof.masks.tensors import DenseMask
+
+# Scores that the host evaluates for one device, in all plans together: one to two seconds.
+HOST_SCORES = 2**26
+_evaluated: dict[torch.device, int] = {}
+
+
+def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device) -> Mask | None:
+    """Return the mask to evaluate on the host in place of this one, or None to evaluate it on the device.
+
+    Args:
+        mask, q_len, kv_len: the mask of a plan and its lengths.
+        sizes: leading sizes of the mask, as `Mask.dims` gives them.
+        device: the plan's.
+    """
+    if device.type != "cuda":
+        return None
+    scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * kv_len
+    if scores > HOST_SCORES:
+        return None
+    keep = mask.as_tensor(q_len, kv_len)
+    # Masks without programs may read tensors on the device, and the kernels do not serve them.
+    if keep is None and programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
+        return None
+    _evaluated[device] = scores
+    return mask if keep is None else DenseMask(keep.cpu(), copied=True)

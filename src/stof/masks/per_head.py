@@ -1,0 +1,62 @@
+"""One mask for each query head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stof.errors import MaskError
+from stof.masks.base import numbered
+from stof.masks.bounds import TileBounds
+from stof.masks.compose import Composite, Mask
+from stof.masks.index import Index
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PerHead(Composite):
+    """One mask per query head: head `h` uses `masks[h]`."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        bound = [repr(mask) for mask in self.masks if mask.heads != 1]
+        if bound:
+            raise MaskError(f"per_head() takes masks that do not depend on the head, got {bound}")
+        super().__post_init__()
+        object.__setattr__(self, "heads", len(self.masks))
+
+    @property
+    def depends_on_heads(self) -> bool:
+        return True
+
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.masks[int(index.h)].tile_bounds(index)
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        Mask.dims(self, batch, heads, device)
+        return max(mask.dims(batch, 1, device)[0] for mask in self.masks), len(self.masks)
+
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        if self.depends_on_sizes:  # a function may look at the head
+            return Mask.pattern_ids(self, mask_batch, mask_heads)
+        own = [mask.pattern_ids(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
+        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
+        return numbered(pairs).view(self.batch, len(self.masks))
+
+    def evaluate(self, index: Index) -> Tensor:
+        # Layouts are built one head at a time: only masks of the heads that are asked about are evaluated.
+        places: dict[Mask, list[int]] = {}
+        for place, h in enumerate(index.h.flatten().tolist()):
+            places.setdefault(self.masks[h], []).append(place)
+        rows: dict[int, Tensor] = {}
+        for mask, chosen in places.items():
+            kept = mask.evaluate(replace(index, h=index.h[:, chosen]))
+            rows |= zip(chosen, kept.expand(-1, len(chosen), -1, -1).split(1, dim=1), strict=True)
+        shape = np.broadcast_shapes(*(row.shape for row in rows.values()))  # torch's imports sympy: half a second
+        return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
+
+    def __repr__(self) -> str:
+        return f"per_head([{', '.join(mask.key for mask in self.masks)}])"

@@ -1,0 +1,120 @@
+"""What a plan holds for backward passes: layouts of the mask and of the transposed mask, and bound calls."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from stof.errors import KernelError, UnsupportedError
+from stof.kernels.implementation import BackwardCall, tensors_of
+from stof.layout import Layout, LayoutConfig
+from stof.masks import Mask, transposed
+from stof.masks.tensors import DenseMask
+from stof.plans.plan import Plan
+from stof.runtime.memory import outside_graph_pool, tensors_on_host
+from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
+from stof.selection.backward_tilings import BackwardTiling
+
+# Bound calls that one plan stores.
+_MOST_CALLS = 64
+
+
+class PlanGradients:
+    """Backward passes of one plan: everything is built when a backward pass first needs it.
+
+    Attributes:
+        calls: bound calls by what they are bound to.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._layouts: dict[tuple[LayoutConfig, bool], Layout] = {}
+        self._prepared: dict[tuple[str, BackwardTiling], Any] = {}
+        self._failed: dict[tuple[str, BackwardTiling], str] = {}
+        self._geometries: dict[bool, MaskGeometry] = {}
+        self.calls: dict[Hashable, BackwardCall] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that are held: layouts, and what was prepared from them."""
+        held = [tensor for layout in list(self._layouts.values()) for tensor in layout.tensors().values()]
+        return held + [tensor for prepared in list(self._prepared.values()) for tensor in tensors_of(prepared)]
+
+    def choices(self, call: CallSpec) -> list[tuple[str, BackwardTiling]]:
+        """Return the implementations that can compute the gradients of a call, with tile sizes, best first.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        found, reasons = [], {}
+        for name, implementation in IMPLEMENTATIONS.items():
+            if implementation.backward is None:
+                continue
+            refusals = implementation.backward.capabilities.refusals(call)
+            if refusals:
+                reasons[name] = refusals
+            else:
+                found += [(name, tiling) for tiling in implementation.backward.tilings(call)]
+        usable = [choice for choice in found if choice not in self._failed]
+        if not usable:
+            reasons |= {name: [error] for (name, _), error in self._failed.items()}
+            raise UnsupportedError("no implementation can compute the gradients of this call", reasons)
+        return usable
+
+    def prepared(self, name: str, tiling: BackwardTiling) -> Any:
+        """Return the layouts of a choice in the form that its kernels read; computed once."""
+        key = (name, tiling)
+        if key not in self._prepared:
+            self._prepared[key] = outside_graph_pool(self._plan.device, partial(self._prepare, name, tiling))
+        return self._prepared[key]
+
+    def reject(self, name: str, tiling: BackwardTiling, error: KernelError) -> None:
+        """Exclude a choice that failed on this device, or with these layouts, from later calls."""
+        self._failed[name, tiling] = str(error)
+
+    def store(self, key: Hashable, call: BackwardCall) -> None:
+        """Store a bound call under a key that holds all it is bound to."""
+        if len(self.calls) >= _MOST_CALLS:
+            self.calls.clear()
+        self.calls[key] = call
+
+    def _prepare(self, name: str, tiling: BackwardTiling) -> Any:
+        backward = IMPLEMENTATIONS[name].backward
+        assert backward is not None
+        with tensors_on_host():
+            return backward.prepare(self._layout_of, tiling)
+
+    def _layout_of(self, config: LayoutConfig | None, transposed: bool = False) -> Layout:
+        if config is None:
+            return self._plan.layout
+        key = (config, transposed)
+        if key not in self._layouts:
+            if self._plan.mask is not None:
+                self._plan.mask.refuse_changed()
+            self._layouts[key] = self._geometry(transposed).build(config, None)
+        return self._layouts[key]
+
+    def _geometry(self, swap: bool) -> MaskGeometry:
+        """The plan's mask, or its transpose; of a plan without a mask, which was read from a file, its layout's."""
+        plan = self._plan
+        if swap not in self._geometries:
+            geometry = plan.mask_geometry
+            if geometry is None:
+                mask: Mask = DenseMask(plan.to_dense(), copied=True)
+                sizes = (plan.mask_batch, plan.mask_heads)
+            else:
+                mask, sizes = geometry.mask, (geometry.batch, geometry.heads)
+            lengths = (plan.kv_len, plan.q_len) if swap else (plan.q_len, plan.kv_len)
+            mask = transposed(mask) if swap else mask
+            self._geometries[swap] = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=plan.device)
+        return self._geometries[swap]
+
+
+def gradients_of(plan: Plan) -> PlanGradients:
+    """Return what a plan holds for backward passes."""
+    if plan.gradients is None:
+        plan.gradients = PlanGradients(plan)
+    found: PlanGradients = plan.gradients
+    return found

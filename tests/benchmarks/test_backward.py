@@ -1,0 +1,32 @@
+"""`python -m benchmarks backward`: every pass is timed after a check, and wrong gradients have no time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.attention import backward
+from benchmarks.attention.backward import backward_rows
+from stof.testing.mask_grid import Shape, grid_mask
+
+SHAPE, DEVICE = Shape.parse("1,4,2,16,64,64"), torch.device("cpu")
+
+
+def test_rows() -> None:
+    grid = [grid_mask("causal"), grid_mask("window512")]
+    rows = list(backward_rows(grid, [SHAPE], ["stof", "sdpa"], DEVICE, torch.float32, 1))
+    assert [(row.mask, row.impl, row.passes) for row in rows] == [
+        (mask.name, impl, passes)
+        for mask in grid for impl in ("stof", "sdpa") for passes in ("forward", "backward", "both")
+    ]  # fmt: skip
+    assert all(row.us and row.deterministic for row in rows)
+
+
+def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q * k.mean() * v.mean()
+
+    monkeypatch.setitem(backward._WAYS, "sdpa", lambda *given: wrong)
+    rows = list(backward_rows([grid_mask("causal")], [SHAPE], ["sdpa"], DEVICE, torch.float32, 1))
+    assert [(row.us, row.note[:17]) for row in rows] == [(None, "ValueError: wrong")]

@@ -1,0 +1,137 @@
+"""Models train with stof's attention: gradients equal those of the model's own, and of padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stof import masks
+from stof.errors import UnsupportedError
+from tests.integrations import models
+
+hf = pytest.importorskip("stof.integrations.transformers")
+
+BUILDERS = [models.bert, models.gpt2, models.llama, models.mistral, models.gemma2, models.gpt_oss, models.t5]
+# Those that "sdpa" does not compute: their eager attention has a softmax in float32.
+EAGER = [models.gemma2, models.gpt_oss]
+
+
+def training(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model in training mode, without dropout."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name in ("dropout", "attention_dropout", "dropout_prob", "dropout_rate"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return model.to(dtype).train()
+
+
+def gradients(model: Any, inputs: dict[str, Tensor], valid: Tensor | None = None) -> dict[str, Tensor]:
+    """Gradients of all parameters, of a loss over the valid tokens."""
+    model.zero_grad()
+    out = model(**inputs)
+    tokens = out.logits if "logits" in out else out.last_hidden_state
+    valid = inputs["attention_mask"].bool() if valid is None else valid
+    (tokens[valid] * torch.linspace(-1, 1, tokens.shape[-1], dtype=tokens.dtype)).sin().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch(model: Any) -> dict[str, Tensor]:
+    inputs = models.batch()
+    return inputs | ({"decoder_input_ids": inputs["input_ids"]} if model.config.is_encoder_decoder else {})
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        tolerance = {"atol": 1e-9, "rtol": 1e-7} if gradient.dtype == torch.float64 else {"atol": 2e-5, "rtol": 1e-4}
+        scale = gradient.abs().max().clamp(min=1.0)
+        torch.testing.assert_close(got[name] / scale, gradient / scale, **tolerance, msg=name)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_gradients_are_those_of_the_models_own_attention(build: Callable[[], Any]) -> None:
+    model = training(build(), torch.float32 if build in EAGER else torch.float64)
+    model.set_attn_implementation("eager" if build in EAGER else "sdpa")
+    inputs = batch(model)
+    expected = gradients(model, inputs)
+    hf.enable(model)
+    assert_equal(gradients(model, inputs), expected)
+    if model.supports_gradient_checkpointing and build is not models.gpt_oss:
+        model.config.use_cache = False
+        if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+            model.activation_checkpointing_enable()
+        else:
+            model.gradient_checkpointing_enable()
+        assert_equal(gradients(model, inputs), expected)
+
+
+@pytest.mark.parametrize("build", [models.bert, models.llama])
+def test_sparse_masks(build: Callable[[], Any]) -> None:
+    """As with the dense mask of the same scores."""
+    model = training(build())
+    inputs = {"input_ids": torch.randint(1, models.VOCABULARY, (2, 30)), "attention_mask": torch.ones(2, 30).long()}
+    window = masks.sliding_window(4, 4)
+    keep = (window & masks.causal() if build is models.llama else window).to_dense(30)
+    model.set_attn_implementation("sdpa")
+    additive = torch.zeros(2, 1, 30, 30, dtype=torch.float64).masked_fill(~keep, torch.finfo(torch.float64).min)
+    valid = torch.ones(2, 30, dtype=torch.bool)
+    expected = gradients(model, inputs | {"attention_mask": additive}, valid)
+    hf.enable(model)
+    with hf.sparsify(model, window):
+        assert_equal(gradients(model, inputs, valid), expected)
+
+
+@pytest.mark.parametrize("given", [None, "ones"])
+def test_packed_positions_do_not_leak(given: str | None) -> None:
+    """`position_ids` that begin anew, with and without a mask of ones, train as the padded batch does."""
+    model = training(models.llama())
+    inputs = models.batch(lengths=(9, 17, 5))
+    valid = inputs["attention_mask"].bool()
+    model.set_attn_implementation("sdpa")
+    expected = gradients(model, inputs)
+    hf.enable(model)
+    packed = {
+        "input_ids": inputs["input_ids"][valid][None],
+        "position_ids": torch.cat([torch.arange(n) for n in (9, 17, 5)])[None],
+    }
+    if given == "ones":
+        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+    got = gradients(model, packed | {"use_cache": False}, torch.ones(1, 31, dtype=torch.bool))  # type: ignore[dict-item]
+    assert_equal(got, expected)
+
+
+def test_packed_batches() -> None:
+    model = training(models.bert())
+    inputs = models.batch()
+    valid = inputs["attention_mask"].bool()
+    model.set_attn_implementation("sdpa")
+    expected = gradients(model, inputs)
+    hf.enable(model)
+    packed = hf.pack(**inputs)
+    assert_equal(gradients(model, packed.model_inputs(), torch.ones(1, int(valid.sum()), dtype=torch.bool)), expected)
+
+
+def test_adapters_and_frozen_weights() -> None:
+    """Gradients reach what asks for them alone."""
+    model = training(models.llama())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("v_proj" in name)
+    inputs = models.batch()
+    model.set_attn_implementation("sdpa")
+    expected = gradients(model, inputs)
+    hf.enable(model)
+    got = gradients(model, inputs)
+    assert_equal(got, expected)
+    assert set(got) == {name for name, _ in model.named_parameters() if "v_proj" in name}
+
+
+def test_attention_dropout_is_refused() -> None:
+    model = hf.enable(models.bert().train())
+    with pytest.raises(UnsupportedError, match="has no dropout"):
+        model(**models.batch())

@@ -1,0 +1,59 @@
+"""Where the masks of new plans are evaluated: on the host for small plans of a GPU, as long as that is cheap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stof import LayoutConfig, masks
+from stof.layout.build import host_first
+from stof.masks import Mask
+from stof.selection import MaskGeometry
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_first, "_evaluated", {})
+
+
+def host_mask(mask: Mask, length: int, sizes: tuple[int, int] = (1, 1), device: torch.device = CUDA) -> Mask | None:
+    return host_first.host_mask(mask, length, length, sizes, device)
+
+
+def test_masks_with_programs_and_tensors() -> None:
+    mask = masks.sliding_window(3) & masks.documents(cu_seqlens=[0, 5, 64])
+    assert host_mask(mask, 64) is mask
+    dense = masks.from_dense(torch.rand(2, 3, 64, 64) < 0.5)
+    found = host_mask(dense, 64, (2, 3))
+    assert found is not None
+    assert torch.equal(found.to_dense(64, batch=2, heads=3), dense.to_dense(64, batch=2, heads=3))
+    assert host_mask(mask, 64, device=torch.device("cpu")) is None
+    # Functions may read tensors on the device; no kernel serves them, so none is compiled.
+    assert host_mask(masks.from_function(lambda b, h, i, j: i >= j), 64) is None
+
+
+def test_the_host_does_so_many_scores() -> None:
+    mask = masks.causal()
+    length = 2**10
+    count = host_first.HOST_SCORES // length**2
+    assert [host_mask(mask, length) is mask for _ in range(count + 1)] == [True] * count + [False]
+    assert host_mask(mask, length, device=torch.device("cuda", 1)) is mask
+    assert host_mask(mask, 2**14) is None
+
+
+def test_a_geometry_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of dynamic plans, which CUDA graphs capture, make geometries that nobody asks."""
+    asked: list[Any] = []
+    monkeypatch.setattr("stof.selection.mask_geometry.host_mask", lambda *given: asked.append(given) or given[0])
+    geometry = MaskGeometry(masks.dilated_window(40, dilation=4), 96, 96, device="meta")
+    assert geometry.row_orders
+    assert not asked
+    counted = geometry.survey((LayoutConfig(32, 32),), None)
+    assert len(asked) == 1
+    assert geometry.row_orders == geometry.orders.names
+    assert counted.counts.keys() == {LayoutConfig(32, 32)}
+    assert geometry.build(LayoutConfig(32, 32), None).device.type == "meta"
