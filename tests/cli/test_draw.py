@@ -209,6 +209,11 @@ def test_missing_matplotlib_says_how_to_install_it(tmp_path: Path, monkeypatch: 
         draw_picture(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
 
 
+def _differing(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The part of the pixels that differ."""
+    return float((a != b).any(-1).float().mean())
+
+
 def test_a_third_panel_shows_the_tiles_before(tmp_path: Path) -> None:
     mask, order = masks.dilated_window(63, dilation=8), orders.by_remainder(128, 8)
     own, permuted = (stof.plan(mask, 128, config=LayoutConfig(16, 16, 1), row_order=rows) for rows in (None, order))
@@ -218,6 +223,7 @@ def test_a_third_panel_shows_the_tiles_before(tmp_path: Path) -> None:
     assert both.shape == (1454, 3702, 3)
     inside = (slice(4, -4), slice(4, -4))
     second, third = (_panel(both, number)[inside] for number in (1, 2))
-    assert torch.equal(second, _panel(_read(tmp_path / "own.png"), 1)[inside])
-    assert torch.equal(third, _panel(_read(tmp_path / "permuted.png"), 1)[inside])
-    assert not torch.equal(second, third)
+    # Before matplotlib 3.11, a place between two pixels changes the lines on 0.1 % of them.
+    assert _differing(second, _panel(_read(tmp_path / "own.png"), 1)[inside]) < 0.002
+    assert _differing(third, _panel(_read(tmp_path / "permuted.png"), 1)[inside]) < 0.002
+    assert _differing(second, third) > 0.1

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ Ints = Sequence[int] | Tensor
 
 
 def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise MaskError(f"{what} is an int, got {type(value).__name__} {shown(value)}")
     if isinstance(value, Tensor):
         value = _listed(what, value, 0)
