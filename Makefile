@@ -26,12 +26,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 unit: $(VENV)/.dev
 	STOF_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow"
 
-# The oldest supported transformers is in constraints.txt, the newest in tests/integrations/transformers-5.23.txt.
+# The oldest supported transformers is in constraints.txt, the newest in tests/integrations/transformers-newest.txt.
 HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py given_masks.py packing.py model_mask.py training.py)
 
-test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-5.23
+test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-newest
 	$(PYTEST) -m "slow or hypothesis"
-	PYTHONPATH=$(abspath $(VENV))/transformers-5.23 $(PYTEST) $(HF_TESTS)
+	PYTHONPATH=$(abspath $(VENV))/transformers-newest $(PYTEST) $(HF_TESTS)
 
 # The newest supported versions, in an environment of their own (6 GB: PyTorch comes with CUDA), and compile checks with
 # that Triton. NEWEST= takes whatever was released last.
@@ -81,8 +81,8 @@ clean:
 	rm -rf site $(VENV) $(VENV)-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "STOF needs Python >= 3.10; name one with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "the pinned test packages need Python >= 3.11; name one with: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
@@ -108,9 +108,9 @@ $(VENV)/.triton-3.6: $(VENV)/.made tests/kernels/triton-3.6.txt
 	touch $@
 
 # The newest supported transformers, laid over the one in $(VENV).
-$(VENV)/.transformers-5.23: $(VENV)/.made tests/integrations/transformers-5.23.txt
+$(VENV)/.transformers-newest: $(VENV)/.made tests/integrations/transformers-newest.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	  --target $(VENV)/transformers-5.23 --requirement tests/integrations/transformers-5.23.txt
+	  --target $(VENV)/transformers-newest --requirement tests/integrations/transformers-newest.txt
 	touch $@
 
 $(VENV)/.transformers-tests: $(VENV)/.made tests/transformers_client/requirements.txt

@@ -52,6 +52,14 @@ def test_kept_scores_are_counted(mask: Any, keep: Tensor) -> None:
     assert counted(Q, K, V, mask) == 2 * (16 + 8) * scores(keep)
 
 
+def test_backward_passes_are_counted() -> None:
+    """Five products: scores, the gradients of weights, and those of v, q and k."""
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    with FlopCounterMode(display=False) as counter:
+        stof.attention(q, k, v, BAND).sum().backward()
+    assert counter.get_total_flops() == (2 * (16 + 8) + 2 * (3 * 16 + 2 * 8)) * scores(BAND)
+
+
 def test_all_scores_are_counted_where_the_kept_ones_are_unknown() -> None:
     every = 2 * (16 + 8) * 2 * 4 * 24 * 40
     with FakeTensorMode() as mode:

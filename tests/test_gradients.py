@@ -165,7 +165,7 @@ def test_compiled(how: str, backend: str) -> None:
         assert_equal(gradients, expected(q, k, v, MASK, torch.full_like(out, 2.0)))
 
 
-def test_compiled_functions_with_state_break_the_graph_or_raise() -> None:
+def test_compiled_code_refuses_functions_with_state() -> None:
     width = torch.tensor(3)
     mask = masks.from_function(lambda b, h, q, kv: (q - kv < width) & (q >= kv))
     q, k, v = inputs()

@@ -175,6 +175,8 @@ def attention(
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason.
+        UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
+            under a mask function that reads what may change. Second derivatives raise it in the backward pass.
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):

@@ -41,7 +41,7 @@ def run_call(
     plan: Plan,
     options: Options,
     implementation: str | None,
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """Choose an implementation for arguments that were checked, run it, and store the bound call in the plan.
 
@@ -50,19 +50,19 @@ def run_call(
         plan: as `plan_of` returns it.
         options: scale, softcap, bias, sinks and 8-bit scales of the call.
         implementation: a name; None or "" for the fastest.
-        given: the arguments of `call_key` as the user gave them.
+        arguments: those of `call_key`, as the user gave them.
     """
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # `attention` has cast the inputs. Inside an implementation autocast would mix dtypes and round sums.
         with torch.autocast(kind, enabled=False):
-            return run_call(q, k, v, plan, options, implementation, given)
+            return run_call(q, k, v, plan, options, implementation, arguments)
     bias, sinks, scales = options.bias, options.sinks, options.scales
-    stored = plan.find_call(*given)
+    stored = plan.find_call(*arguments)
     if stored is not None:
         # A kernel that fails to launch is replaced below, where its choice is rejected.
         with contextlib.suppress(KernelError):
-            return stored(*given[:5], *scales)
+            return stored(*arguments[:5], *scales)
     plan.refuse_first_call()
     call = call_spec(plan, q, k, v, options)
     if implementation:
@@ -71,17 +71,17 @@ def run_call(
         choice = plan.choice(call, implementation or None)
         try:
             prepared = plan.prepared(choice)
-            operands, own = ((q, k, v), options)
+            operands, bound_options = (q, k, v), options
             if choice.widened:
-                operands, own = _widened(q, k, v, scales), options._replace(scales=())
+                operands, bound_options = _widened(q, k, v, scales), options._replace(scales=())
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = outside_graph_pool(q.device, partial(implemented.bind, *operands, prepared, own))
+            bound = outside_graph_pool(q.device, partial(implemented.bind, *operands, prepared, bound_options))
             if choice.widened:
                 bound = partial(_widened_call, bound)
-            found = bound(q, k, v, bias, sinks, *scales)
-            as_given = given[3] is bias and given[4] is sinks
-            plan.store_call(given, bound if as_given else partial(_reshaped, bound))
-            return found
+            results = bound(q, k, v, bias, sinks, *scales)
+            is_unchanged = arguments[3] is bias and arguments[4] is sinks
+            plan.store_call(arguments, bound if is_unchanged else partial(_reshaped, bound))
+            return results
         except KernelError as error:
             # The loop tries the next best candidate. The last is plain PyTorch, which compiles nothing.
             plan.reject(choice, (call.widened() if choice.widened else None) or call, error)
@@ -226,10 +226,10 @@ def run_backward(
         try:
             bind = partial(backward.bind, q, k, v, out, d_out, d_lse, gradients.prepared(name, tiling), options, needs)
             bound = outside_graph_pool(q.device, bind)
-            found = bound(*tensors)
+            computed = bound(*tensors)
         except KernelError as error:
             gradients.reject(name, tiling, error)
             continue
         gradients.store(key, bound)
         plan.keep_in_graph(bound)
-        return found
+        return computed

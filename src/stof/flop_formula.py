@@ -8,26 +8,45 @@ from typing import Any
 
 from stof.dispatch import plan_of
 from stof.handles import named
-from stof.operators import _masked_attention, masked_attention_op, varying_attention_op
+from stof.operators import (
+    _attention_backward,
+    _masked_attention,
+    masked_attention_backward_op,
+    masked_attention_op,
+    varying_attention_backward_op,
+    varying_attention_op,
+)
 from stof.runtime.private import FakeTensor, dispatch_modes
 
-_ARGUMENTS = inspect.signature(_masked_attention)
+_FORWARD, _BACKWARD = inspect.signature(_masked_attention), inspect.signature(_attention_backward)
 
 
 def attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`.
+    """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`."""
+    del out_val
+    scores, head_dim, value_dim = _kept_scores(_FORWARD.bind(*args, **kwargs))
+    return 2 * scores * (head_dim + value_dim)
+
+
+def backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """`2 * kept scores * (3 * D + 2 * Dv)`: scores, the gradients of weights, and those of q, k and v."""
+    del out_val
+    scores, head_dim, value_dim = _kept_scores(_BACKWARD.bind(*args, **kwargs))
+    return 2 * scores * (3 * head_dim + 2 * value_dim)
+
+
+def _kept_scores(call: inspect.BoundArguments) -> tuple[int, int, int]:
+    """Kept scores of a call, and its widths D and Dv.
 
     The mask's plan counts the kept scores. Fake and meta tensors have no plan, so all scores count there.
     """
-    del out_val
-    call = _ARGUMENTS.bind(*args, **kwargs)
     call.apply_defaults()
     q, k, v, mask, number, keep = (call.arguments[name] for name in ("q", "k", "v", "mask", "number", "keep"))
     share = 1.0
     if 0 not in q.shape and 0 not in k.shape and not isinstance(q, FakeTensor) and not q.is_meta:
         share = plan_of(named(mask, number, keep), q, k).statistics().density
     batch, heads, q_len, head_dim = q.shape
-    return round(2 * share * batch * heads * q_len * k.shape[2] * (head_dim + v.shape[3]))
+    return round(share * batch * heads * q_len * k.shape[2]), head_dim, v.shape[3]
 
 
 def register_flops() -> None:
@@ -38,12 +57,19 @@ def register_flops() -> None:
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return
-    operators = [op._opoverload.overloadpacket for op in (masked_attention_op, varying_attention_op)]
-    missing = [op for op in operators if op not in module.flop_registry]
-    if missing:
-        module.register_flop_formula(missing, get_raw=True)(attention_flops)
+    formulas = {
+        op._opoverload.overloadpacket: formula
+        for formula, operators in (
+            (attention_flops, (masked_attention_op, varying_attention_op)),
+            (backward_flops, (masked_attention_backward_op, varying_attention_backward_op)),
+        )
+        for op in operators
+    }
+    for operator, formula in formulas.items():
+        if operator not in module.flop_registry:
+            module.register_flop_formula(operator, get_raw=True)(formula)
     for mode in dispatch_modes():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, module.FlopCounterMode):  # it copied PyTorch's formulas when it was made
-            for op in operators:
-                counter.flop_registry.setdefault(op, attention_flops)
+            for operator, formula in formulas.items():
+                counter.flop_registry.setdefault(operator, formula)

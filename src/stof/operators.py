@@ -12,6 +12,7 @@ from torch import Tensor
 from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
 from stof.errors import UnsupportedError
 from stof.handles import NUMBERED, PLAN, TENSOR, named
+from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
 from stof.selection import IMPLEMENTATIONS
@@ -111,27 +112,21 @@ def _attention_backward(
     """
     wanted = NeedsGrad(*needs)
     if is_empty(q, k):
-        return _gradients(q, k, v, bias, sinks, wanted, lambda x: _empty_gradient(x).zero_())
+        return _gradients(q, k, v, bias, sinks, wanted, lambda x: empty_gradient(x).zero_())
     options = Options(scale, softcap, bias, sinks)
     plan = plan_of(named(mask, number, keep), q, k)
-    found = run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, wanted)
+    gradients = run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, wanted)
     inputs = (q, k, v, bias, sinks)
     dq, dk, dv, d_bias, d_sinks = [
         q.new_empty(0) if gradient is None or x is None else _in_memory_order(gradient, x)
-        for gradient, x in zip(found, inputs, strict=True)
+        for gradient, x in zip(gradients, inputs, strict=True)
     ]
     return dq, dk, dv, d_bias, d_sinks
 
 
-def _empty_gradient(x: Tensor) -> Tensor:
-    """Uninitialised memory for a gradient: in the tensor's memory order, where its last dimension is contiguous."""
-    out = torch.empty_like(x)
-    return out if out.ndim == 0 or out.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _in_memory_order(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient with the strides that the fake promises."""
-    wanted = _empty_gradient(x)
+    wanted = empty_gradient(x)
     return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
 
 
@@ -159,7 +154,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return uninitialised gradients, for compilers."""
     del d_out, d_lse, out, lse, mask, scale, softcap, number, keep
-    return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), _empty_gradient)
+    return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -207,16 +202,16 @@ def _operator(name: str, function: Any, fake: Any, tags: tuple[torch.Tag, ...]) 
     return made
 
 
-def _operators(name: str, *tags: torch.Tag) -> Any:
+def _operators(name: str, *tags: torch.Tag) -> tuple[Any, Any]:
     """An operator, and `{name}_backward` for its gradients."""
     forward = _operator(name, _masked_attention, _fake, tags)
     backward = _operator(f"{name}_backward", _attention_backward, _fake_backward, tags)
     forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
     backward.register_autograd(_no_double_backward)
-    return forward
+    return forward, backward
 
 
-masked_attention_op = _operators("masked_attention")
+masked_attention_op, masked_attention_backward_op = _operators("masked_attention")
 # The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor
 # would capture and keep one graph for each value of `number`.
-varying_attention_op = _operators("varying_attention", torch.Tag.cudagraph_unsafe)
+varying_attention_op, varying_attention_backward_op = _operators("varying_attention", torch.Tag.cudagraph_unsafe)

@@ -133,6 +133,7 @@ def test_merging_refuses_other_devices_and_other_files(tmp_path: Path) -> None:
 
 
 def test_report_command_prints_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     path, picture = tmp_path / "results.json", tmp_path / "pictures" / "speedup.png"
     write_results(path, provenance(CPU), SYNTHETIC, NOT_RUN)
     shown = run("report", str(path), "--png", str(picture))
@@ -144,6 +145,7 @@ def test_report_command_prints_and_draws(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     with pytest.raises(ArgumentError, match="nothing to draw"):
         draw_speedups(cells_of([row("stof", 1.0)]), tmp_path / "x.png", "")
 

@@ -155,6 +155,7 @@ def _panel(picture: Tensor, number: int) -> Tensor:
 
 
 def test_png_shows_every_score_and_tile_of_1024_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     mask = masks.longformer(64, 64)
     plan = stof.plan(mask, 1024)
     draw_picture(plan, tmp_path / "mask.png")
@@ -177,6 +178,7 @@ def test_png_shows_every_score_and_tile_of_1024_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["decode", "tall", "empty", "dilated"])
 def test_png_of_any_shape(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     mask, q_len, kv_len = CASES[case]
     order = orders.by_remainder(q_len, 8) if case == "dilated" else None
     plan = stof.plan(mask, q_len, kv_len, row_order=order)
@@ -188,6 +190,7 @@ def test_png_of_any_shape(case: str, tmp_path: Path) -> None:
 
 
 def test_long_masks_are_drawn_without_their_dense_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     plan = stof.plan(masks.longformer(64, 16), 8192)
     monkeypatch.setattr(stof.Layout, "to_dense", None)
     monkeypatch.setattr(stof.masks.Mask, "to_dense", None)
@@ -198,6 +201,7 @@ def test_long_masks_are_drawn_without_their_dense_form(tmp_path: Path, monkeypat
 
 
 def test_pyplot_stays_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     draw_picture(stof.plan(masks.causal(), 16), tmp_path / "mask.png")
     assert "matplotlib.pyplot" not in sys.modules
@@ -215,6 +219,7 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_a_third_panel_shows_the_tiles_before(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     mask, order = masks.dilated_window(63, dilation=8), orders.by_remainder(128, 8)
     own, permuted = (stof.plan(mask, 128, config=LayoutConfig(16, 16, 1), row_order=rows) for rows in (None, order))
     for name, plan, before in (("both", permuted, own.layout), ("own", own, None), ("permuted", permuted, None)):

@@ -164,6 +164,7 @@ def test_plan_files(tmp_path: Path) -> None:
 
 
 def test_png_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"
     out = stof_command("inspect", MASK, "--q-len", "256", "--png", str(path), "--no-draw").stdout
     assert f"wrote {path}" in out
@@ -205,6 +206,8 @@ def test_a_picture_does_not_replace_the_plan(link: bool, tmp_path: Path) -> None
     ],
 )
 def test_errors_are_one_message_without_a_traceback(arguments: tuple[str, ...], message: str) -> None:
+    if "--png" in arguments:
+        pytest.importorskip("matplotlib")
     result = stof_command("inspect", *arguments, "--q-len", "32", code=2)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

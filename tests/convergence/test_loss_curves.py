@@ -12,8 +12,8 @@ from torch import Tensor
 
 from stof import masks
 
-hf = pytest.importorskip("stof.integrations.transformers")
 transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("stof.integrations.transformers")
 
 # The language reference that comes with Python, as bytes.
 TEXT = torch.tensor(list("".join(sorted(pydoc_data.topics.topics.values())).encode()), dtype=torch.int64)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stof.demo import jobs, texts
+from stof.demo import texts
 from stof.errors import MissingDependencyError
+
+pytest.importorskip("transformers")
+jobs = pytest.importorskip("stof.demo.jobs")
 
 
 @pytest.mark.slow

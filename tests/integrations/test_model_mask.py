@@ -7,10 +7,12 @@ import torch
 
 from stof import masks
 from stof.handles import FULL
-from stof.integrations.transformers.model_mask import ModelMask
 from stof.layout.build.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.masks import Mask
+
+pytest.importorskip("transformers")
+ModelMask = pytest.importorskip("stof.integrations.transformers.model_mask").ModelMask
 
 SPARSE: dict[str, Mask] = {
     "window": masks.sliding_window(6),

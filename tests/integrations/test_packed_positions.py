@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnsupportedError
-from stof.integrations.transformers.packed_calls import _sequence_numbers
 from tests.integrations import models
 from tests.integrations.test_packing_check import REFUSED, _out
 
 hf = pytest.importorskip("stof.integrations.transformers")
+_sequence_numbers = pytest.importorskip("stof.integrations.transformers.packed_calls")._sequence_numbers
 
 WIDTH = 24
 BUILDS: dict[str, Callable[[], Any]] = {

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from stof.errors import UnsupportedError
-from stof.integrations.transformers import packing_check
 from tests.integrations import models
 
+transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("stof.integrations.transformers")
+packing_check = pytest.importorskip("stof.integrations.transformers.packing_check")
 
 _SMALL: dict[str, Any] = {
     "vocab_size": models.VOCABULARY,

@@ -1,4 +1,4 @@
-"""What kernels of all devices share: output buffers, softmax of rows without keys, pattern ranges, chunk counts."""
+"""What kernels of all devices share: buffers, softmax of rows without keys, pattern ranges, chunk counts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
     if v.shape[-1] == q.shape[-1]:
         return torch.empty_like(q, dtype=dtype)
     return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """Uninitialised memory for the gradient of a tensor: in its memory order if the last dimension is contiguous."""
+    out = torch.empty_like(x)
+    return out if out.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def softmax_and_lse(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -302,7 +302,7 @@ def reads_state(fn: MaskFunction) -> bool:
     return state is None or any(state[1:])
 
 
-# The default dtype; then values, each by type and text: of globals, of closure variables, and defaults by name.
+# The default dtype; then globals, closure variables and defaults, each by its name, type and text.
 State = tuple[Any, ...]
 
 
@@ -316,19 +316,24 @@ def _state_of(fn: MaskFunction) -> State | None:
     names = _globals_of(fn.__code__)
     if names is None:
         return None
-    known = fn.__globals__
-    if not all(name in known or (name in _STATELESS and name in vars(builtins)) for name in names):
+    variables = fn.__globals__
+    if not all(name in variables or (name in _STATELESS and name in vars(builtins)) for name in names):
         return None
+    read: dict[Any, object] = {
+        name: variables[name] for name in names if name in variables and variables[name] is not torch
+    }
     try:
-        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+        cells = {n: cell.cell_contents for n, cell in enumerate(fn.__closure__ or ())}
     except ValueError:  # a variable without a value
         return None
-    read = [known[name] for name in names if name in known and known[name] is not torch]
     defaults: dict[Any, object] = {**dict(enumerate(fn.__defaults__ or ())), **(fn.__kwdefaults__ or {})}
-    if not all(type(value) in _NUMBERS for value in (*read, *cells, *defaults.values())):
+    if not all(type(value) in _NUMBERS for values in (read, cells, defaults) for value in values.values()):
         return None
-    texts = [tuple([(type(value), repr(value)) for value in values]) for values in (read, cells, defaults.values())]
-    return torch.get_default_dtype(), *texts, tuple(defaults)
+    texts = (
+        tuple([(name, type(value), repr(value)) for name, value in values.items()])
+        for values in (read, cells, defaults)
+    )
+    return torch.get_default_dtype(), *texts
 
 
 # Types whose values cannot change, and are told by their texts.

@@ -55,7 +55,7 @@ class PerHead(Composite):
         for mask, chosen in places.items():
             kept = mask.evaluate(replace(index, h=index.h[:, chosen]))
             rows |= zip(chosen, kept.expand(-1, len(chosen), -1, -1).split(1, dim=1), strict=True)
-        shape = np.broadcast_shapes(*(row.shape for row in rows.values()))  # torch's imports sympy: half a second
+        shape = np.broadcast_shapes(*(row.shape for row in rows.values()))  # torch.broadcast_shapes imports sympy
         return torch.cat([rows[place].expand(shape) for place in range(len(rows))], dim=1)
 
     def __repr__(self) -> str:

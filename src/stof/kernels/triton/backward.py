@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
+from stof.kernels.common import empty_gradient
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.kernels.triton.backward_common import merge_kernel, row_stats_kernel
@@ -211,7 +212,7 @@ def _bind_dq(
     """`call(q, k, v, d_out, stats, bias) -> dq`."""
     tiles, config = prepared.dq, prepared.dq_config
     groups = shapes.batch * shapes.heads
-    dq = _empty_gradient(q)
+    dq = empty_gradient(q)
     side, programs = _grid(tiles, config, groups)
     launch = _launch(
         dq_kernel,
@@ -233,7 +234,7 @@ def _bind_dq(
     chunks = groups * tiles.slots * _block(tiles)[1] * shapes.block_d
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> Tensor:
-        dq = _empty_gradient(q)
+        dq = empty_gradient(q)
         chunk = stats.new_empty(chunks) if chunks else stats
         launch(q, k, v, d_out, stats, bias, dq, chunk)
         merge(dq, chunk)
@@ -248,7 +249,7 @@ def _bind_dkv(
     """`call(q, k, v, d_out, stats, bias) -> (dk, dv)`."""
     tiles, config = prepared.dkv, prepared.dkv_config
     groups = shapes.batch * shapes.kv_heads
-    dk, dv = _empty_gradient(k), _empty_gradient(v)
+    dk, dv = empty_gradient(k), empty_gradient(v)
     side, programs = _grid(tiles, config, groups)
     launch = _launch(
         dkv_kernel,
@@ -271,7 +272,7 @@ def _bind_dkv(
     rows = groups * tiles.slots * _block(tiles)[1]
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv = _empty_gradient(k), _empty_gradient(v)
+        dk, dv = empty_gradient(k), empty_gradient(v)
         dk_chunk = dv_chunk = stats
         if rows:
             dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (shapes.block_d, shapes.block_v))
@@ -369,12 +370,6 @@ def _launch(
         use_pdl=supports_pdl(device),
         device=device,
     )
-
-
-def _empty_gradient(x: Tensor) -> Tensor:
-    """Uninitialised memory for a gradient: in the tensor's memory order if its rows are contiguous there."""
-    out = torch.empty_like(x)
-    return out if out.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _grid(tiles: BackwardTiles, config: KernelConfig, groups: int) -> tuple[int, int]:

@@ -114,7 +114,7 @@ class _Grid:
             Range(row * tall, (row * tall + tall - 1).clamp(max=self.own.q_len - 1)),
             Range(column * wide, (column * wide + wide - 1).clamp(max=self.own.kv_len - 1)),
         )
-        shape = np.broadcast_shapes(row.shape, column.shape)  # torch's imports sympy: half a second
+        shape = np.broadcast_shapes(row.shape, column.shape)  # torch.broadcast_shapes imports sympy
         # Tiles that reach past the last key are partial however much they keep.
         inside = (column + 1) * wide <= self.own.kv_len
         return bounds.empty.expand(shape), (bounds.full & inside).expand(shape)
