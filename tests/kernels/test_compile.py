@@ -40,6 +40,12 @@ SPILLS = {
     "hopper options": (96, 0),
     "hopper fp8": (32, 0),
     "row-wise": (0, 0),
+    "backward D 64": (0, 0),
+    "backward D 128": (0, 0),
+    "backward D 256": (224, 32),
+    "backward fp32": (320, 1056),
+    "backward options": (0, 128),
+    "backward sums": (0, 0),
     "fill": (0, 64),
     "layout": (0, 48),
 }

@@ -1,0 +1,129 @@
+"""Backward kernels to compile for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import NeedsGrad, Options
+from stof.kernels.triton import backward
+from stof.kernels.triton.backward_tiles import prepare_backward
+from stof.layout import LayoutConfig, build_layout
+from stof.masks.tensors import as_mask
+from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble
+
+Q_LEN, KV_LEN, HEADS = 384, 640, 4
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    """The kernels of one backward call.
+
+    Attributes:
+        group: of `test_compile.SPILLS`.
+        dtype, head_dim, value_dim, kv_heads: of the call.
+        dq, dkv: tile and configuration of the two kernels.
+        slab: None for contiguous tiles.
+        options: with bias, softcap and sinks.
+        archs: for which GPUs.
+    """
+
+    group: str
+    dtype: torch.dtype
+    head_dim: int
+    dq: tuple[int, int, KernelConfig]
+    dkv: tuple[int, int, KernelConfig]
+    value_dim: int = 0
+    kv_heads: int = HEADS
+    slab: int | None = None
+    options: bool = False
+    archs: tuple[int, ...] = (80, 90)
+
+    def launches(self) -> list[Recorded]:
+        """What the launching code would launch, in order."""
+        value_dim = self.value_dim or self.head_dim
+        q = torch.empty(1, HEADS, Q_LEN, self.head_dim, dtype=self.dtype)
+        k = torch.empty(1, self.kv_heads, KV_LEN, self.head_dim, dtype=self.dtype)
+        v = torch.empty(1, self.kv_heads, KV_LEN, value_dim, dtype=self.dtype)
+        out = torch.empty(1, HEADS, Q_LEN, value_dim, dtype=self.dtype)
+        lse = torch.empty(1, HEADS, Q_LEN)
+        bias = torch.empty(1, HEADS, Q_LEN, KV_LEN, dtype=self.dtype) if self.options else None
+        sinks = torch.empty(HEADS) if self.options else None
+        d_lse = lse if self.options else None
+        # Causal, so that there are partial and full tiles; without every fourth key where columns are gathered.
+        rows, columns = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)
+        keep = (columns <= rows + KV_LEN - Q_LEN) & ((columns % 4 != 3) | (self.slab is None))
+        built = [
+            build_layout(as_mask(mask), *mask.shape, LayoutConfig(*config[:2], self.slab))
+            for mask, config in ((keep, self.dq), (keep.T, self.dkv))
+        ]
+        prepared = prepare_backward(*built, self.dq[2], self.dkv[2])
+        options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks)
+        needs = NeedsGrad(bias=self.options, sinks=self.options)
+        record = Recorded()
+        with mock.patch.object(backward, "Launch", record.make):
+            bound = backward.bind_backward(q, k, v, out, out, d_lse, prepared, options, needs)
+            bound(q, k, v, out, lse, out, d_lse, bias, sinks)
+        return record.made
+
+    def name(self, kernel: str) -> str:
+        block_m, block_n, config = self.dq if kernel == "dq_kernel" else self.dkv
+        widths = f"{self.head_dim}" if not self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        how = " gathered" * (self.slab is not None) + " split" * (config.split_tiles > 0) + " options" * self.options
+        return f"{kernel} {dtype} D {widths} {block_m}x{block_n} {config.num_warps}w{config.num_stages}s{how}"
+
+
+def compile_backward(case: BackwardCase, launch: Recorded, arch: int) -> Compiled:
+    """Compile one kernel of a case for one GPU."""
+    kernel, options = launch.given[0].__name__, launch.options
+    chosen = {"num_warps": options["num_warps"], "num_stages": options["num_stages"]}
+    if options.get("max_registers"):
+        chosen["maxnreg"] = options["max_registers"]
+    made = assemble(launch.source(arch), arch, chosen)
+    warnings: list[Any] = made.stalls + made.confused
+    products = kernel in ("dq_kernel", "dkv_kernel")
+    return Compiled(
+        group=case.group if products or kernel == "bias_gradient_kernel" else "backward sums",
+        name=case.name(kernel),
+        arch=arch,
+        registers=made.registers,
+        spilled=made.spilled,
+        shared=made.shared,
+        estimated=0,
+        wgmma=made.wgmma,
+        block_m=(case.dq if kernel == "dq_kernel" else case.dkv)[0] if products else 0,
+        resident=1,
+        itemsize=case.dtype.itemsize,
+        narrow=made.narrow,
+        kept=made.kept,
+        warnings=warnings,
+        seconds=made.seconds,
+    )  # fmt: skip
+
+
+def backward_cases() -> Iterator[BackwardCase]:
+    """Tiles that spill little, for every head dimension class; gathered and split; with every option."""
+    half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+
+    def tile(block_m: int, block_n: int, num_warps: int, split_tiles: int = 0) -> tuple[int, int, KernelConfig]:
+        return block_m, block_n, KernelConfig(num_warps=num_warps, num_stages=2, split_tiles=split_tiles)
+
+    tall, others = tile(128, 64, 8), tuple(arch for arch in ARCHS if arch != 90)
+    yield BackwardCase("backward D 64", bfloat, 64, tall, tall, archs=(90,))
+    yield BackwardCase("backward D 64", bfloat, 64, tile(64, 64, 4), tile(64, 64, 4), archs=(90,))
+    yield BackwardCase("backward D 64", half, 64, tall, tile(128, 32, 8), archs=others)
+    yield BackwardCase("backward D 64", bfloat, 40, tile(64, 64, 4, 2), tile(128, 32, 8, 2), kv_heads=2, slab=1)
+    yield BackwardCase("backward D 128", bfloat, 128, tall, tile(128, 32, 8), archs=(90,))
+    yield BackwardCase("backward D 128", bfloat, 128, tile(64, 64, 8), tile(64, 32, 8), archs=ARCHS)
+    yield BackwardCase("backward D 128", half, 80, tile(64, 64, 8, 2), tile(64, 32, 8, 2), value_dim=72, slab=8)
+    yield BackwardCase("backward D 256", half, 256, tile(64, 32, 8), tile(64, 32, 8))
+    yield BackwardCase("backward fp32", single, 64, tile(64, 32, 4), tile(64, 32, 8))
+    yield BackwardCase("backward fp32", single, 128, tile(32, 32, 4), tile(32, 32, 8), archs=(90,))
+    yield BackwardCase("backward options", bfloat, 64, tile(64, 32, 4, 2), tile(64, 32, 8, 2), options=True, slab=8)
+    yield BackwardCase("backward options", half, 128, tile(64, 32, 8), tile(64, 32, 8), options=True)
