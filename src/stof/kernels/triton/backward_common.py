@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.softcap import softcapped
-from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
