@@ -1,10 +1,9 @@
-"""Backward kernels compiled for GPUs that are not there: python -m tests.kernels.backward_cases."""
+"""Backward kernels to compile for GPUs that are not there."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -12,13 +11,11 @@ import torch
 
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import NeedsGrad, Options
-from stof.kernels.triton import backward
+from stof.kernels.triton import backward, backward_arguments
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
-from stof.selection import CallSpec
-from stof.selection.backward_tilings import triton_tilings
-from tests.kernels.assemble import Compiled, Recorded, assemble
+from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble
 
 Q_LEN, KV_LEN, HEADS = 384, 640, 4
 
@@ -69,7 +66,7 @@ class BackwardCase:
         options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks)
         needs = NeedsGrad(bias=self.options, sinks=self.options)
         record = Recorded()
-        with mock.patch.object(backward, "Launch", record.make):
+        with mock.patch.object(backward_arguments, "Launch", record.make):
             bound = backward.bind_backward(q, k, v, out, out, d_lse, prepared, options, needs)
             bound(q, k, v, out, lse, out, d_lse, bias, sinks)
         return record.made
@@ -111,30 +108,22 @@ def compile_backward(case: BackwardCase, launch: Recorded, arch: int) -> Compile
 
 
 def backward_cases() -> Iterator[BackwardCase]:
-    """Each tile size that plans choose, with options and gathered columns in the first."""
-    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16), (64, torch.float32)):
-        call = CallSpec("cuda", dtype, head_dim, head_dim, HEADS, HEADS, compute_capability=(8, 0))
-        for place, tiling in enumerate(triton_tilings(call)):
-            assert tiling.dq_layout is not None
-            assert tiling.dkv_layout is not None
-            assert tiling.dq is not None
-            assert tiling.dkv is not None
-            dq = (tiling.dq_layout.block_m, tiling.dq_layout.block_n, tiling.dq)
-            dkv = (tiling.dkv_layout.block_m, tiling.dkv_layout.block_n, tiling.dkv)
-            case = BackwardCase("backward", dtype, head_dim, dq, dkv, archs=(90,) if place == 0 else (80,))
-            yield case
-            if place == 0 and dtype == torch.bfloat16:
-                yield replace(case, options=True, kv_heads=2)
-                yield replace(case, slab=1)
+    """Tiles that spill little, for every head dimension class; gathered and split; with every option."""
+    half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
 
+    def tile(block_m: int, block_n: int, num_warps: int, split_tiles: int = 0) -> tuple[int, int, KernelConfig]:
+        return block_m, block_n, KernelConfig(num_warps=num_warps, num_stages=2, split_tiles=split_tiles)
 
-def main() -> None:
-    """Print one JSON object for each kernel."""
-    for case in backward_cases():
-        for launch in case.launches():
-            for arch in case.archs:
-                print(json.dumps(asdict(compile_backward(case, launch, arch))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    tall, others = tile(128, 64, 8), tuple(arch for arch in ARCHS if arch != 90)
+    yield BackwardCase("backward D 64", bfloat, 64, tall, tall, archs=(90,))
+    yield BackwardCase("backward D 64", bfloat, 64, tile(64, 64, 4), tile(64, 64, 4), archs=(90,))
+    yield BackwardCase("backward D 64", half, 64, tall, tile(128, 32, 8), archs=others)
+    yield BackwardCase("backward D 64", bfloat, 40, tile(64, 64, 4, 2), tile(128, 32, 8, 2), kv_heads=2, slab=1)
+    yield BackwardCase("backward D 128", bfloat, 128, tall, tile(128, 32, 8), archs=(90,))
+    yield BackwardCase("backward D 128", bfloat, 128, tile(64, 64, 8), tile(64, 32, 8), archs=ARCHS)
+    yield BackwardCase("backward D 128", half, 80, tile(64, 64, 8, 2), tile(64, 32, 8, 2), value_dim=72, slab=8)
+    yield BackwardCase("backward D 256", half, 256, tile(64, 32, 8), tile(64, 32, 8))
+    yield BackwardCase("backward fp32", single, 64, tile(64, 32, 4), tile(64, 32, 8))
+    yield BackwardCase("backward fp32", single, 128, tile(32, 32, 4), tile(32, 32, 8), archs=(90,))
+    yield BackwardCase("backward options", bfloat, 64, tile(64, 32, 4, 2), tile(64, 32, 8, 2), options=True, slab=8)
+    yield BackwardCase("backward options", half, 128, tile(64, 32, 8), tile(64, 32, 8), options=True)

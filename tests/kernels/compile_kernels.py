@@ -42,6 +42,7 @@ from stof.selection import CallSpec, KernelChoice
 from stof.selection.gpu_candidates import gpu_choices, runtime_choice
 from stof.selection.resources import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
+from tests.kernels.backward_cases import backward_cases, compile_backward
 from tests.kernels.covering import KINDS, covering
 from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels
 
@@ -424,6 +425,11 @@ def main() -> None:
                 record = recorded(case)
                 for arch in sorted(archs.intersection(case.archs)):
                     report(compiled(case, record, arch), given.json)
+    for case in backward_cases() if given.family != "hopper" else ():
+        for launch in case.launches():
+            for arch in sorted(archs.intersection(case.archs)):
+                if given.only in case.name(launch.given[0].__name__):
+                    report(compile_backward(case, launch, arch), given.json)
     for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
         for kernel, values, options in kernels:
             if given.only in kernel.__name__ and given.family != "hopper":

@@ -97,21 +97,7 @@ def row_block_backward(
         q, d_out = (x.masked_fill(empty[..., None], 0.0) for x in (q, d_out))
         d_lse = None if d_lse is None else d_lse.masked_fill(empty, 0.0)
         lse = lse.masked_fill(empty, torch.inf)
-    delta = share = lse
-    if sinks is not None or not fused:
-        delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    d_sinks = None
-    if sinks is not None:
-        logits = sinks.to(lse.dtype).view(1, -1, 1)
-        if needs.sinks:
-            d_sinks = -(delta * torch.sigmoid(logits - lse)).sum((0, 2)).to(sinks.dtype)
-        share = torch.sigmoid(lse - logits)
-        lse = torch.logaddexp(lse, logits) if fused else lse
-        delta = delta * share
-    elif not fused:
-        share = torch.ones_like(lse)
-    if d_lse is not None:
-        delta = delta - d_lse.to(lse.dtype)
+    lse, delta, share, of_sinks = _row_terms(lse, out, d_out, d_lse, sinks, fused)
 
     # The fused operator takes any strides but the last: it would read past the tensors.
     q, k, v, out, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, d_out))
@@ -126,8 +112,24 @@ def row_block_backward(
         k=dk.to(k.dtype) if needs.kv else None,
         v=dv.to(v.dtype) if needs.kv else None,
         bias=d_bias if d_bias is None or bias is None else d_bias.to(bias.dtype),
-        sinks=d_sinks,
+        sinks=-of_sinks.sum((0, 2)).to(sinks.dtype) if needs.sinks and sinks is not None else None,
     )
+
+
+def _row_terms(
+    lse: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor | None, sinks: Tensor | None, fused: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`lse`, `delta` and `share` of a `_Call`, and minus the gradient of the sink by row; `[b, h, Sq]` each."""
+    if fused and sinks is None:
+        return lse, lse, lse, lse  # the operator reads lse alone
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    share, of_sinks = torch.ones_like(lse), delta
+    if sinks is not None:
+        logits = sinks.to(lse.dtype).view(1, -1, 1)
+        share, of_sinks = torch.sigmoid(lse - logits), delta * torch.sigmoid(logits - lse)
+        lse = torch.logaddexp(lse, logits) if fused else lse
+    delta = delta * share if d_lse is None else delta * share - d_lse.to(lse.dtype)
+    return lse, delta, share, of_sinks
 
 
 def _run(call: _Call, schedule: Schedule) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
+from stof.kernels.triton.backward_arguments import (
+    Shapes,
+    bias_strides,
+    block_sizes,
+    grid_of,
+    kernel_launch,
+    kinds_of,
+    lists_of,
+    mask_strides,
+    modes_of,
+    precision_of,
+    row_order_of,
+    scales_of,
+)
 from stof.kernels.triton.backward_common import merge_kernel, row_stats_kernel
 from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward
 from stof.kernels.triton.bias_gradient_kernel import bias_gradient_kernel
 from stof.kernels.triton.dkv_kernel import dkv_kernel
 from stof.kernels.triton.dq_kernel import dq_kernel
-from stof.kernels.triton.operands import needs_int64_offsets, padded_rows, row_strides, row_unit, rows_fit
-from stof.runtime.launch import Launch
-from stof.runtime.pdl import supports_pdl
+from stof.kernels.triton.operands import needs_int64_offsets, padded_rows, row_unit, rows_fit
 
 # Rows of a program of `row_stats_kernel`.
 _STATS_ROWS = 32
@@ -61,7 +69,7 @@ def bind_backward(
     _check(q, k, prepared)
     if not all(rows_fit(x, row_unit(x)) for x in (q, k, v, d_out)):
         return _with_copies(prepared, options, needs)
-    shapes = _Shapes.of(q, k, v)
+    shapes = Shapes.of(q, k, v)
     of_rows = _bind_row_stats(shapes, out, d_out, d_lse, options)
     of_q = _bind_dq(shapes, q, k, v, d_out, prepared, options) if needs.q else None
     of_kv = _bind_dkv(shapes, q, k, v, d_out, prepared, options) if needs.kv else None
@@ -136,56 +144,12 @@ def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad)
     return call
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """Sizes of a call, as the kernels take them."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    value_dim: int
-    block_d: int
-    block_v: int
-    unit: int
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> _Shapes:
-        batch, heads, q_len, head_dim = q.shape
-        kv_heads, kv_len, value_dim = v.shape[1:]
-        block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (head_dim, value_dim))
-        return cls(batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim, block_d, block_v, row_unit(q))
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def stat_size(self) -> int:
-        return self.batch * self.heads * self.q_len
-
-    def strides(self, *tensors: Tensor) -> list[int]:
-        """Strides of q, k, v and d_out as the kernels count them."""
-        return [n // self.unit for x in tensors for n in row_strides(x)]
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.head_dim // self.unit, self.value_dim // self.unit
-
-    @property
-    def blocks(self) -> tuple[int, int, bool, bool]:
-        """BLOCK_D, BLOCK_V, PAD_D, PAD_V."""
-        return self.block_d, self.block_v, self.block_d != self.head_dim, self.block_v != self.value_dim
-
-
 def _bind_row_stats(
-    shapes: _Shapes, out: Tensor, d_out: Tensor, d_lse: Tensor | None, options: Options
+    shapes: Shapes, out: Tensor, d_out: Tensor, d_lse: Tensor | None, options: Options
 ) -> Callable[..., Tensor]:
     """`call(out, lse, d_out, d_lse, sinks) -> stats`, see `row_stats_kernel`."""
     row_blocks = -(-shapes.q_len // _STATS_ROWS)
-    launch = _launch(
+    launch = kernel_launch(
         row_stats_kernel,
         shapes.batch * shapes.heads * row_blocks,
         (),
@@ -207,31 +171,31 @@ def _bind_row_stats(
 
 
 def _bind_dq(
-    shapes: _Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias) -> dq`."""
     tiles, config = prepared.dq, prepared.dq_config
     groups = shapes.batch * shapes.heads
     dq = empty_gradient(q)
-    side, programs = _grid(tiles, config, groups)
-    launch = _launch(
+    side, programs = grid_of(tiles, config, groups)
+    launch = kernel_launch(
         dq_kernel,
         programs,
-        _lists(tiles),
+        lists_of(tiles),
         (
-            *shapes.strides(q, k, v, d_out), *dq.stride()[:3], *_bias_strides(options.bias), *_mask_strides(tiles),
+            *shapes.strides(q, k, v, d_out), *dq.stride()[:3], *bias_strides(options.bias), *mask_strides(tiles),
             groups, shapes.heads, shapes.group, shapes.q_len, *shapes.widths, len(tiles.items), side, tiles.row_blocks,
-            tiles.slots, shapes.stat_size, *_scales(options),
+            tiles.slots, shapes.stat_size, *scales_of(options),
         ),
         (
-            *_block(tiles), *shapes.blocks, *_kinds(tiles), *_modes(options), shapes.unit,
-            needs_int64_offsets(q, k, v, d_out, dq, options.bias), _precision(q), config.num_stages,
+            *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
+            needs_int64_offsets(q, k, v, d_out, dq, options.bias), precision_of(q), config.num_stages,
         ),
         config,
         q.device,
     )  # fmt: skip
     merge = _bind_merge(tiles, dq, shapes.block_d, options.scale)
-    chunks = groups * tiles.slots * _block(tiles)[1] * shapes.block_d
+    chunks = groups * tiles.slots * block_sizes(tiles)[1] * shapes.block_d
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> Tensor:
         dq = empty_gradient(q)
@@ -244,32 +208,32 @@ def _bind_dq(
 
 
 def _bind_dkv(
-    shapes: _Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`call(q, k, v, d_out, stats, bias) -> (dk, dv)`."""
     tiles, config = prepared.dkv, prepared.dkv_config
     groups = shapes.batch * shapes.kv_heads
     dk, dv = empty_gradient(k), empty_gradient(v)
-    side, programs = _grid(tiles, config, groups)
-    launch = _launch(
+    side, programs = grid_of(tiles, config, groups)
+    launch = kernel_launch(
         dkv_kernel,
         programs,
-        _lists(tiles),
+        lists_of(tiles),
         (
-            *shapes.strides(q, k, v, d_out), *dk.stride()[:3], *dv.stride()[:3], *_bias_strides(options.bias),
-            *_mask_strides(tiles), groups, shapes.kv_heads, shapes.group, shapes.q_len, shapes.kv_len, *shapes.widths,
-            len(tiles.items), side, tiles.row_blocks, tiles.slots, shapes.stat_size, *_scales(options),
+            *shapes.strides(q, k, v, d_out), *dk.stride()[:3], *dv.stride()[:3], *bias_strides(options.bias),
+            *mask_strides(tiles), groups, shapes.kv_heads, shapes.group, shapes.q_len, shapes.kv_len, *shapes.widths,
+            len(tiles.items), side, tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options),
         ),
         (
-            *_block(tiles), *shapes.blocks, *_kinds(tiles), *_modes(options), shapes.unit,
-            needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias), _precision(q), config.num_stages,
+            *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
+            needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias), precision_of(q), config.num_stages,
         ),
         config,
         q.device,
     )  # fmt: skip
     merge_dk = _bind_merge(tiles, dk, shapes.block_d, options.scale)
     merge_dv = _bind_merge(tiles, dv, shapes.block_v, 1.0)
-    rows = groups * tiles.slots * _block(tiles)[1]
+    rows = groups * tiles.slots * block_sizes(tiles)[1]
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         dk, dv = empty_gradient(k), empty_gradient(v)
@@ -285,27 +249,27 @@ def _bind_dkv(
 
 
 def _bind_d_bias(
-    shapes: _Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias) -> d_bias` for a bias that has a value for every key."""
     tiles, bias = prepared.dkv, options.bias
     assert bias is not None
     bias_batch, bias_heads, bias_rows, _ = bias.shape
-    launch = _launch(
+    launch = kernel_launch(
         bias_gradient_kernel,
         bias_batch * bias_heads * tiles.row_blocks,
         (
             tiles.pattern_of, tiles.row_block_ptr, tiles.partial_count, tiles.columns, tiles.tile_bitmap, tiles.bitmaps,
-            _row_order(tiles),
+            row_order_of(tiles),
         ),
         (
-            *shapes.strides(q, k, v, d_out), *_bias_strides(bias), *_mask_strides(tiles), bias_heads,
+            *shapes.strides(q, k, v, d_out), *bias_strides(bias), *mask_strides(tiles), bias_heads,
             shapes.batch // bias_batch, shapes.heads // bias_heads, shapes.heads, shapes.group, shapes.q_len,
             shapes.kv_len, *shapes.widths, tiles.row_blocks, shapes.stat_size, options.scale, options.softcap,
         ),
         (
-            *_block(tiles), *shapes.blocks, bias_rows > 1, tiles.has_partial, tiles.has_full,
-            tiles.row_order.numel() > 0, options.softcap > 0, options.sinks is not None, shapes.unit, _precision(q),
+            *block_sizes(tiles), *shapes.blocks, bias_rows > 1, tiles.has_partial, tiles.has_full,
+            tiles.row_order.numel() > 0, options.softcap > 0, options.sinks is not None, shapes.unit, precision_of(q),
             prepared.dkv_config.num_stages,
         ),
         prepared.dkv_config,
@@ -337,92 +301,12 @@ def _bind_merge(tiles: BackwardTiles, out: Tensor, width: int, scale: float) -> 
     if not splits:
         return lambda out, chunk: None
     batch, heads, rows, out_width = out.shape
-    return _launch(
+    return kernel_launch(
         merge_kernel,
         batch * heads * splits,
-        (tiles.splits, _row_order(tiles)),
+        (tiles.splits, row_order_of(tiles)),
         (*out.stride()[:3], heads, rows, out_width, splits, tiles.slots, scale),
-        (*_block(tiles)[:2], width, tiles.row_order.numel() > 0),
+        (*block_sizes(tiles)[:2], width, tiles.row_order.numel() > 0),
         KernelConfig(),
         out.device,
     )
-
-
-def _launch(
-    kernel: Any,
-    grid: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    config: KernelConfig,
-    device: torch.device,
-) -> Launch:
-    """A launch of a kernel whose last constant is USE_PDL."""
-    return Launch(
-        kernel,
-        grid,
-        tensors,
-        numbers,
-        (*constants, supports_pdl(device)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        max_registers=config.max_registers,
-        use_pdl=supports_pdl(device),
-        device=device,
-    )
-
-
-def _grid(tiles: BackwardTiles, config: KernelConfig, groups: int) -> tuple[int, int]:
-    """`side`, and how many programs there are."""
-    side = min(config.side or groups, groups)
-    return side, len(tiles.items) * -(-groups // side) * side
-
-
-def _row_order(tiles: BackwardTiles) -> Tensor:
-    """Kernels compiled for rows in order do not read it, but take a pointer."""
-    return tiles.row_order if tiles.row_order.numel() else tiles.pattern_of
-
-
-def _lists(tiles: BackwardTiles) -> tuple[Tensor, ...]:
-    return (
-        tiles.pattern_of, tiles.items, tiles.row_block_ptr, tiles.partial_count, tiles.columns, tiles.tile_bitmap,
-        tiles.bitmaps, _row_order(tiles),
-    )  # fmt: skip
-
-
-def _block(tiles: BackwardTiles) -> tuple[int, int, int]:
-    """BLOCK_R, BLOCK_M, BLOCK_N."""
-    return tiles.block_m, max(16, tiles.block_m), tiles.block_n
-
-
-def _kinds(tiles: BackwardTiles) -> tuple[bool, ...]:
-    """PATTERNS, HAS_PARTIAL, HAS_FULL, FULL_CONTIGUOUS, PERMUTED, SPLIT."""
-    several, permuted = tiles.pattern_of.numel() > 1, tiles.row_order.numel() > 0
-    return several, tiles.has_partial, tiles.has_full, tiles.full_contiguous, permuted, tiles.slots > 0
-
-
-def _modes(options: Options) -> tuple[bool, ...]:
-    """HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS."""
-    has_bias, has_softcap = options.bias is not None, options.softcap > 0
-    return has_bias or has_softcap, has_softcap, has_bias, options.sinks is not None
-
-
-def _scales(options: Options) -> tuple[float, float, float]:
-    """The scale of scores, in units of log 2 where nothing is added to them; the scale of gradients; the softcap."""
-    has_score_mod = _modes(options)[0]
-    return options.scale * (1.0 if has_score_mod else math.log2(math.e)), options.scale, options.softcap
-
-
-def _mask_strides(tiles: BackwardTiles) -> tuple[int, int]:
-    batch, heads = tiles.pattern_of.shape
-    return 0 if batch == 1 else heads, 0 if heads == 1 else 1
-
-
-def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
-    if bias is None:
-        return 0, 0, 0, 0
-    return tuple([0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)])
-
-
-def _precision(q: Tensor) -> str:
-    return "tf32x3" if q.dtype == torch.float32 else "tf32"

@@ -9,7 +9,7 @@ the gradient of a bias (`bias_gradient_kernel.py`). Each kernel keeps the rows o
 through the tiles of a layout, as the forward does, so nothing is added up by atomics: equal calls give equal bits.
 Programs of a split row block leave partial sums in float32, which `merge_kernel` adds up in the order of the chunks.
 
-Dropout: its mask multiplies the weights of dV and `d_out v^T`, both in `tile_gradients`.
+Dropout: its mask multiplies the weights of dV and `d_out v^T`, in each kernel's tile function.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2.
 """
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.softcap import softcapped
-from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -76,52 +75,61 @@ def load_block(base, at, ok, width, WIDTH: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def tile_gradients(
-    s,  # products of queries and keys, without the scale
-    d_p,  # products of d_out and values
-    lse,  # in units of log 2, +inf where a row keeps nothing; broadcast over keys, as delta and share
-    delta,
-    share,  # of the softmax's denominator that is the keys', used when HAS_SINKS
+def tile_weights(
+    s,  # products of queries and keys, without the scale; rows are queries or keys
+    lse,  # in units of log 2, +inf where a row keeps nothing; broadcast over keys
     bias,
-    words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
+    keep,  # which scores count, unused when not PARTIAL
     scale,  # times log2(e) unless HAS_SCORE_MOD
     softcap,
     PARTIAL: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    OF_BIAS: tl.constexpr,  # gradients of what the bias is added to, not of what the softcap gets
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """Weights and gradients of a tile's scores, `[BLOCK_M, BLOCK_N]`; rows are queries or keys."""
+    """Weights of a tile, without sinks, and the slope of the softcap, `[BLOCK_M, BLOCK_N]`."""
     slope = 1.0
     if HAS_SCORE_MOD:
         s = s * scale
         if HAS_SOFTCAP:
             s = softcapped(s / softcap, softcap)
-            if not OF_BIAS:
-                slope = 1.0 - (s / softcap) * (s / softcap)
+            slope = 1.0 - (s / softcap) * (s / softcap)
         if HAS_BIAS:
             s += bias
         p = tl.exp2(s * LOG2E - lse)
     else:
         p = tl.exp2(s * scale - lse)
-    if HAS_SINKS:
-        w = p * share
-        d_s = w * d_p - p * delta
-    else:
-        w = p
-        d_s = p * (d_p - delta)
-    if HAS_SOFTCAP and not OF_BIAS:
-        d_s = d_s * slope
     if PARTIAL:
-        # Both: what is dropped may be NaN, and 0 * NaN is NaN.
-        keep = kept_scores(words, BLOCK_M, BLOCK_N)
-        w = tl.where(keep, w, 0.0)
+        p = tl.where(keep, p, 0.0)
+    return p, slope
+
+
+@triton.jit
+@no_type_check
+def tile_score_gradients(
+    p,  # of `tile_weights`
+    d_p,  # products of d_out and values
+    delta,  # broadcast over keys, as share
+    share,  # of the softmax's denominator that is the keys', used when HAS_SINKS
+    keep,
+    PARTIAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Gradients of a tile's scores, before the softcap."""
+    d_s = p * (share * d_p - delta) if HAS_SINKS else p * (d_p - delta)
+    if PARTIAL:
+        d_s = tl.where(keep, d_s, 0.0)  # what is dropped may be NaN, and 0 * NaN is NaN
+    return d_s
+
+
+@triton.jit
+@no_type_check
+def times_slope(d_s, slope, keep, PARTIAL: tl.constexpr):
+    """Gradients of scores before the softcap; where scores are dropped, the slope may be NaN."""
+    d_s = d_s * slope
+    if PARTIAL:
         d_s = tl.where(keep, d_s, 0.0)
-    return w, d_s
+    return d_s
 
 
 @triton.jit

@@ -12,7 +12,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.backward_common import block_rows, chunk_tiles, load_block, load_rows, tile_gradients
+from stof.kernels.triton.backward_common import (
+    block_rows,
+    chunk_tiles,
+    load_block,
+    load_rows,
+    tile_score_gradients,
+    tile_weights,
+)
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -63,21 +70,18 @@ def _bias_tile(
     share = delta
     if HAS_SINKS:
         share = tl.load(stats + 2 * stat_size + columns)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]: rows are keys
-    d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    keep = kept_scores(words, BLOCK_M, BLOCK_N) if PARTIAL else True
     bias_at = at[None, :] * stride_bq + row[:, None] * stride_bk
     bias = tl.load(bias_base + bias_at, mask=row_ok[:, None], other=0.0).to(tl.float32)
-    _, d_s = tile_gradients(
-        s, d_p, lse[None, :], delta[None, :], share[None, :], bias, words, scale, softcap, PARTIAL, True, HAS_SOFTCAP,
-        True, HAS_SINKS, True, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]: rows are keys
+    p, _ = tile_weights(s, lse[None, :], bias, keep, scale, softcap, PARTIAL, True, HAS_SOFTCAP, True)
+    d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    d_s = tile_score_gradients(p, d_p, delta[None, :], share[None, :], keep, PARTIAL, HAS_SINKS)
     if BY_QUERY:
-        keep = row_ok[:, None] & (columns >= 0)[None, :]
-        if PARTIAL:
-            # Columns that no row keeps repeat another one: no two threads may write to one element.
-            keep = keep & kept_scores(words, BLOCK_M, BLOCK_N)
+        # Columns that no row keeps repeat another one: no two threads may write to one element.
+        written = row_ok[:, None] & keep if PARTIAL else row_ok[:, None]
         ptrs = d_bias_base + at[None, :] * kv_len + row[:, None]
-        tl.store(ptrs, tl.load(ptrs, mask=keep, other=0.0) + d_s, mask=keep)
+        tl.store(ptrs, tl.load(ptrs, mask=written, other=0.0) + d_s, mask=written)
     else:
         summed += tl.sum(d_s, 1)
     return summed

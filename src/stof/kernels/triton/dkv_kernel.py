@@ -16,9 +16,12 @@ from stof.kernels.triton.backward_common import (
     load_block,
     load_rows,
     store_sums,
-    tile_gradients,
+    tile_score_gradients,
+    tile_weights,
+    times_slope,
 )
 from stof.kernels.triton.backward_tiles import ITEM
+from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
@@ -73,17 +76,19 @@ def _dkv_tile(
     share = delta
     if HAS_SINKS:
         share = tl.load(stats + 2 * stat_size + columns)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]: rows are keys
-    d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    keep = kept_scores(words, BLOCK_M, BLOCK_N) if PARTIAL else True
     bias = 0.0
     if HAS_BIAS:
         bias_at = at.to(tl.int64)[None, :] * stride_bq + row.to(tl.int64)[:, None] * stride_bk
         bias = tl.load(bias_base + bias_at, mask=row_ok[:, None], other=0.0).to(tl.float32)
-    w, d_s = tile_gradients(
-        s, d_p, lse[None, :], delta[None, :], share[None, :], bias, words, scale, softcap, PARTIAL, HAS_SCORE_MOD,
-        HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, False, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]: rows are keys
+    p, slope = tile_weights(s, lse[None, :], bias, keep, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS)
+    w = p * share[None, :] if HAS_SINKS else p
     dv = tl.dot(w.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+    d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    d_s = tile_score_gradients(p, d_p, delta[None, :], share[None, :], keep, PARTIAL, HAS_SINKS)
+    if HAS_SOFTCAP:
+        d_s = times_slope(d_s, slope, keep, PARTIAL)
     dk = tl.dot(d_s.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 

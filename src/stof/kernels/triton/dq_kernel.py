@@ -13,9 +13,12 @@ from stof.kernels.triton.backward_common import (
     load_block,
     load_rows,
     store_sums,
-    tile_gradients,
+    tile_score_gradients,
+    tile_weights,
+    times_slope,
 )
 from stof.kernels.triton.backward_tiles import ITEM
+from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
@@ -65,16 +68,17 @@ def _dq_tile(
     at = columns.to(tl.int64) if INT64_OFFSETS else columns
     k = load_rows(k_base, at * stride_ks, head_dim, BLOCK_D, PAD_D)
     v = load_rows(v_base, at * stride_vs, value_dim, BLOCK_V, PAD_V)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+    keep = kept_scores(words, BLOCK_M, BLOCK_N) if PARTIAL else True
     bias = 0.0
     if HAS_BIAS:
         bias_at = row.to(tl.int64)[:, None] * stride_bq + at[None, :] * stride_bk
         bias = tl.load(bias_base + bias_at, mask=row_ok[:, None], other=0.0).to(tl.float32)
-    _, d_s = tile_gradients(
-        s, d_p, lse[:, None], delta[:, None], share[:, None], bias, words, scale, softcap, PARTIAL, HAS_SCORE_MOD,
-        HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, False, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    p, slope = tile_weights(s, lse[:, None], bias, keep, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS)
+    d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+    d_s = tile_score_gradients(p, d_p, delta[:, None], share[:, None], keep, PARTIAL, HAS_SINKS)
+    if HAS_SOFTCAP:
+        d_s = times_slope(d_s, slope, keep, PARTIAL)
     return tl.dot(d_s.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
