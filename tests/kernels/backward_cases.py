@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from stof.kernels.triton import backward, backward_arguments
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
+from stof.selection.backward_tilings import _DKV, _DQ, _FLOAT32
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble
 
 Q_LEN, KV_LEN, HEADS = 384, 640, 4
@@ -108,22 +110,26 @@ def compile_backward(case: BackwardCase, launch: Recorded, arch: int) -> Compile
 
 
 def backward_cases() -> Iterator[BackwardCase]:
-    """Tiles that spill little, for every head dimension class; gathered and split; with every option."""
+    """Every tile size that plans choose; gathered and split; with every option."""
     half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+    for name, head_dim, dtype, tables in (
+        ("backward D 64", 64, bfloat, (_DQ, _DKV)),
+        ("backward D 128", 128, bfloat, (_DQ, _DKV)),
+        ("backward D 256", 256, half, (_DQ, _DKV)),
+        ("backward fp32", 64, single, (_FLOAT32, _FLOAT32)),
+        ("backward fp32", 128, single, (_FLOAT32, _FLOAT32)),
+    ):
+        dq, dkv = ([_sizes(tile) for tile in table[head_dim]] for table in tables)
+        for place, (one, other) in enumerate(zip_longest(dq, dkv)):
+            archs = ARCHS if place == 0 else (90,)
+            yield BackwardCase(name, dtype, head_dim, one or dq[0], other or dkv[0], archs=archs)
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
+    yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
+    yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
+    yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
+    yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True)
 
-    def tile(block_m: int, block_n: int, num_warps: int, split_tiles: int = 0) -> tuple[int, int, KernelConfig]:
-        return block_m, block_n, KernelConfig(num_warps=num_warps, num_stages=2, split_tiles=split_tiles)
 
-    tall, others = tile(128, 64, 8), tuple(arch for arch in ARCHS if arch != 90)
-    yield BackwardCase("backward D 64", bfloat, 64, tall, tall, archs=(90,))
-    yield BackwardCase("backward D 64", bfloat, 64, tile(64, 64, 4), tile(64, 64, 4), archs=(90,))
-    yield BackwardCase("backward D 64", half, 64, tall, tile(128, 32, 8), archs=others)
-    yield BackwardCase("backward D 64", bfloat, 40, tile(64, 64, 4, 2), tile(128, 32, 8, 2), kv_heads=2, slab=1)
-    yield BackwardCase("backward D 128", bfloat, 128, tall, tile(128, 32, 8), archs=(90,))
-    yield BackwardCase("backward D 128", bfloat, 128, tile(64, 64, 8), tile(64, 32, 8), archs=ARCHS)
-    yield BackwardCase("backward D 128", half, 80, tile(64, 64, 8, 2), tile(64, 32, 8, 2), value_dim=72, slab=8)
-    yield BackwardCase("backward D 256", half, 256, tile(64, 32, 8), tile(64, 32, 8))
-    yield BackwardCase("backward fp32", single, 64, tile(64, 32, 4), tile(64, 32, 8))
-    yield BackwardCase("backward fp32", single, 128, tile(32, 32, 4), tile(32, 32, 8), archs=(90,))
-    yield BackwardCase("backward options", bfloat, 64, tile(64, 32, 4, 2), tile(64, 32, 8, 2), options=True, slab=8)
-    yield BackwardCase("backward options", half, 128, tile(64, 32, 8), tile(64, 32, 8), options=True)
+def _sizes(tile: Any, split: int = 0) -> tuple[int, int, KernelConfig]:
+    return tile.rows, tile.columns, KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split)

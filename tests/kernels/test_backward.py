@@ -103,16 +103,16 @@ def a_call(keep: Tensor, heads: int = 2, kv_heads: int = 1, head_dim: int = 16, 
 @st.composite
 def geometries(draw: st.DrawFn) -> LayoutConfig:
     return LayoutConfig(
-        block_m=draw(st.sampled_from([1, 8, 16, 32, 64])),
+        block_m=draw(st.sampled_from([1, 8, 16, 32, 64, 128])),
         block_n=draw(st.sampled_from([16, 32, 64, 128])),
         slab=draw(st.sampled_from([None, 1, 8, 16])),
     )
 
 
 @st.composite
-def kernel_configs(draw: st.DrawFn) -> KernelConfig:
+def kernel_configs(draw: st.DrawFn, rows: int) -> KernelConfig:
     return KernelConfig(
-        num_warps=draw(st.sampled_from([4, 8] if ON_GPU else [4])),
+        num_warps=draw(st.sampled_from([4, 8] if ON_GPU and rows != 64 else [4])),
         num_stages=2,
         split_tiles=draw(st.sampled_from([0, 0, 1, 2])),
         side=draw(st.sampled_from([0, 1, 2, 100])),
@@ -126,7 +126,8 @@ def test_against_float64(data: st.DataObject, rows: LayoutConfig, columns: Layou
     call = data.draw(backward_calls(dtype, [1, 17, 40], [1, 16, 33, 70], [16, 20]))
     orders = (data.draw(row_orders(call[name].shape[2])) for name in ("q", "k"))
     layouts = layouts_of(call["keep"], call["q"].shape[1], rows, columns, *orders)
-    found = run(call, layouts, (data.draw(kernel_configs()), data.draw(kernel_configs())))
+    configs = (data.draw(kernel_configs(rows.block_m)), data.draw(kernel_configs(columns.block_m)))
+    found = run(call, layouts, configs)
     assert_gradients(found, call)
 
 
@@ -243,6 +244,8 @@ def test_layouts_that_do_not_fit() -> None:
         prepare_backward(forward, forward)
     with pytest.raises(UnfitLayoutError, match="powers of two"):
         prepare_backward(forward, layouts_of(keep, 2, columns=LayoutConfig(192, 64))[1])
+    with pytest.raises(UnfitLayoutError, match="64 rows with 4 warps"):
+        prepare_backward(layouts_of(keep, 2, rows=LayoutConfig(64, 64))[0], transposed, KernelConfig(num_warps=8))
     with pytest.raises(UnfitLayoutError, match="do not serve"):
         run(a_call(torch.ones(1, 1, 17, 48, dtype=torch.bool)), (forward, transposed))
 
@@ -259,7 +262,7 @@ def test_triton_kernels_of_plans(tiling: int, options: dict[str, Any], monkeypat
     triton = IMPLEMENTATIONS["block_wise"].backward
     assert triton is not None
     capabilities = replace(triton.capabilities, devices=())
-    chosen = replace(triton, capabilities=capabilities, tilings=lambda call: triton.tilings(call)[tiling:])
+    chosen = replace(triton, capabilities=capabilities, tilings=lambda *about: triton.tilings(*about)[tiling:])
     monkeypatch.setitem(
         IMPLEMENTATIONS, "row_block", replace(IMPLEMENTATIONS["row_block"], backward=chosen)
     )  # fmt: skip

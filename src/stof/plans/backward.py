@@ -56,7 +56,7 @@ class PlanGradients:
             if refusals:
                 reasons[name] = refusals
             else:
-                found += [(name, tiling) for tiling in implementation.backward.tilings(call)]
+                found += [(name, tiling) for tiling in implementation.backward.tilings(call, self._geometry)]
         usable = [choice for choice in found if choice not in self._failed]
         if not usable:
             reasons |= {name: [error] for (name, _), error in self._failed.items()}

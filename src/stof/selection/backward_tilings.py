@@ -1,12 +1,24 @@
-"""Tile sizes of the backward kernels, best first."""
+"""Tile sizes of the backward kernels, best first, by their estimated time under the mask.
+
+The estimate is that of `cost_model`: a program takes so long for itself and for each of its tiles, programs are placed
+longest first on what runs at once, and the last one to end tells the time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
+import torch
+
+from stof.kernels.common import parts_of
 from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts
 from stof.selection.capabilities import CallSpec
+from stof.selection.cost_model import last_slot
+from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.resources import head_dim_class
 
 
@@ -26,23 +38,131 @@ class BackwardTiling:
     dkv: KernelConfig | None = None
 
 
-# Tiles of a row block that one program goes through; the row block of a global token has more, and is split.
-_SPLIT = 32
-# (rows, columns, warps) of dQ, and of dK and dV, by head_dim class. Registers and spilled bytes: `python -m
-# tests.kernels.backward_cases`. The last of each class needs the least shared memory.
-_TILES: dict[int, tuple[tuple[tuple[int, int, int], tuple[int, int, int]], ...]] = {
-    64: (((128, 64, 8), (128, 64, 8)), ((64, 64, 4), (64, 64, 4)), ((32, 32, 4), (32, 32, 4))),
-    128: (((128, 64, 8), (64, 64, 8)), ((64, 32, 4), (64, 32, 4)), ((32, 32, 4), (32, 32, 4))),
-    256: (((64, 32, 8), (64, 32, 8)), ((32, 32, 4), (32, 32, 4)), ((16, 32, 4), (16, 32, 4))),
+@dataclass(frozen=True)
+class _Tile:
+    """A tile size of one kernel, and what its programs take.
+
+    Attributes:
+        rows, columns, num_warps, num_stages: of the tile and the kernel.
+        times: microseconds of a program, of a partial tile, of a full one, and of a chunk that is written and merged.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    times: tuple[float, float, float, float]
+
+    @property
+    def programs(self) -> int:
+        """Programs on a multiprocessor: registers allow 8 warps."""
+        return 8 // self.num_warps
+
+
+# By head_dim class. Times are fitted to measurements on an H200 (bf16; the masks of the benchmark grid and random ones
+# of 1 and 5 %; picks take 1 % longer than the fastest variant in the mean). A warp has 16 rows of a tile at least.
+_DQ = {
+    64: (
+        _Tile(64, 64, 4, 3, (3.2, 0.83, 0.70, 0.1)),
+        _Tile(64, 32, 4, 3, (1.8, 0.51, 0.46, 0.5)),
+        _Tile(128, 64, 8, 3, (4.6, 1.01, 0.64, 0.3)),
+    ),
+    128: (
+        _Tile(128, 64, 8, 3, (6.9, 1.37, 1.28, 2.6)),
+        _Tile(64, 64, 4, 2, (5.2, 1.57, 1.46, 7.0)),
+        _Tile(64, 32, 4, 3, (5.3, 0.83, 0.74, 4.3)),
+    ),
+    256: (_Tile(128, 32, 8, 2, (5.4, 2.2, 1.8, 5.4)), _Tile(32, 32, 4, 2, (6.0, 2.5, 2.1, 6.0))),
 }
+_DKV = {
+    64: (
+        _Tile(64, 64, 4, 3, (4.8, 1.71, 1.16, 5.5)),
+        _Tile(64, 32, 4, 3, (4.2, 1.06, 0.67, 2.7)),
+        _Tile(128, 64, 8, 3, (5.6, 1.86, 1.41, 5.0)),
+    ),
+    128: (
+        _Tile(64, 32, 4, 3, (6.8, 1.27, 1.10, 6.1)),
+        _Tile(64, 64, 4, 2, (8.0, 3.09, 2.20, 5.8)),
+        _Tile(128, 64, 8, 3, (6.8, 2.93, 2.30, 2.1)),
+    ),
+    256: (_Tile(32, 32, 4, 2, (7.2, 2.9, 2.4, 7.2)),),
+}
+# In float32 larger tiles spill, and those of wide heads need less shared memory.
+_FLOAT32 = {
+    64: (_Tile(64, 32, 4, 2, (12.0, 5.7, 4.5, 12.0)), _Tile(32, 32, 4, 2, (7.5, 3.0, 2.6, 7.5))),
+    128: (_Tile(32, 32, 4, 2, (7.5, 3.0, 2.6, 7.5)),),
+    256: (_Tile(16, 32, 4, 2, (7.5, 3.0, 2.6, 7.5)),),
+}
+# Where other GPUs have less shared memory.
+_SMALL = {64: (32, 32), 128: (32, 32), 256: (16, 32)}
+# Tiles of a chunk of a heavy row block; 0 keeps row blocks whole.
+_SPLITS = (0, 16, 64)
 
 
-def triton_tilings(call: CallSpec) -> tuple[BackwardTiling, ...]:
-    """Tile sizes to try: in float32 all but the smallest spill."""
-    tiles = _TILES[head_dim_class(call.head_dim, call.value_dim)]
-    return tuple(_tiling(dq, dkv) for dq, dkv in tiles[-1 if call.dtype.itemsize > 2 else 0 :])
+def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, ...]:
+    """Tile sizes to try.
+
+    Args:
+        call: the attention call.
+        geometry_of: the geometry of the mask, or with True of the transposed mask.
+    """
+    width = head_dim_class(call.head_dim, call.value_dim)
+    tables = (_FLOAT32, _FLOAT32) if call.dtype == torch.float32 else (_DQ, _DKV)
+    # dK and dV add up the query heads of a key head in one program.
+    groups = (call.batch * call.heads, 1), (call.batch * call.kv_heads, call.heads // call.kv_heads)
+    dq, dkv = (
+        _ranked(table[width], geometry_of(transposed), *programs)
+        for transposed, table, programs in zip((False, True), tables, groups, strict=True)
+    )
+    ranked = sorted(product(dq, dkv), key=lambda pair: pair[0].us + pair[1].us)
+    small = LayoutConfig(*_SMALL[width])
+    least = KernelConfig(num_warps=4, num_stages=2, split_tiles=_SPLITS[-1])
+    return (
+        *(BackwardTiling(one.layout, other.layout, one.kernel, other.kernel) for one, other in ranked),
+        BackwardTiling(small, small, least, least),
+    )
 
 
-def _tiling(dq: tuple[int, int, int], dkv: tuple[int, int, int]) -> BackwardTiling:
-    configs = [KernelConfig(num_warps=warps, num_stages=2, split_tiles=_SPLIT) for _, _, warps in (dq, dkv)]
-    return BackwardTiling(LayoutConfig(*dq[:2]), LayoutConfig(*dkv[:2]), *configs)
+@dataclass(frozen=True)
+class _Estimate:
+    layout: LayoutConfig
+    kernel: KernelConfig
+    us: float
+
+
+def _ranked(tiles: tuple[_Tile, ...], geometry: MaskGeometry, groups: int, heads_in_group: int) -> list[_Estimate]:
+    """The best variant of each tile size."""
+    layouts = {
+        tile: [LayoutConfig(tile.rows, tile.columns, slab) for slab in ((None, 1) if tile.columns >= 32 else (None,))]
+        for tile in tiles
+    }
+    survey = geometry.survey(tuple(layout for several in layouts.values() for layout in several), None)
+    device = geometry.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+    def variants(tile: _Tile) -> Iterator[_Estimate]:
+        for layout in layouts[tile]:
+            counts = survey.counts[layout]
+            longest = max(1, int((counts.partial + counts.full).max()))
+            for split in _SPLITS:
+                if split < longest:
+                    us = _estimate(tile, counts, split, groups, heads_in_group, processors)
+                    yield _Estimate(layout, KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split), us)
+
+    return [min(variants(tile), key=lambda one: one.us) for tile in tiles]
+
+
+def _estimate(tile: _Tile, counts: TileCounts, split: int, groups: int, heads_in_group: int, processors: int) -> float:
+    """Microseconds of one kernel."""
+    tiles = counts.partial + counts.full
+    parts = parts_of(tiles, split).flatten().double()
+    kinds = (
+        torch.ones_like(parts),
+        heads_in_group * counts.partial.flatten() / parts,
+        heads_in_group * counts.full.flatten() / parts,
+        (parts > 1).double(),
+    )
+    loads = torch.stack(kinds, 1)
+    times = torch.tensor(tile.times, dtype=torch.float64, device="cpu")
+    copies = parts * (groups / len(tiles))
+    return float(last_slot(loads, loads @ times, copies, processors * tile.programs) @ times)

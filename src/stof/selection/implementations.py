@@ -34,6 +34,7 @@ from stof.layout import Layout
 from stof.selection.backward_tilings import BackwardTiling, triton_tilings
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.cost_model import DECODE_ROWS
+from stof.selection.mask_geometry import MaskGeometry
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
@@ -45,14 +46,15 @@ class Backward:
 
     Attributes:
         capabilities: what it can run; the row order does not matter.
-        tilings: for a call, the layouts and configurations to try, best first.
+        tilings: `(call, geometry_of) -> tilings`, the layouts and configurations to try, best first;
+            `geometry_of(transposed)` is that of the mask or of the transposed mask.
         prepare: `(layout_of, tiling) -> prepared`, where `layout_of(config, transposed=)` gives a layout of the mask
             (rows are queries) or of the transposed mask (rows are keys), and `layout_of(None)` the plan's.
         bind: `(q, k, v, out, d_out, d_lse, prepared, options, needs) -> call`, see `BackwardCall`.
     """
 
     capabilities: Capabilities
-    tilings: Callable[[CallSpec], tuple[BackwardTiling, ...]]
+    tilings: Callable[[CallSpec, Callable[[bool], MaskGeometry]], tuple[BackwardTiling, ...]]
     prepare: Callable[[Callable[..., Layout], BackwardTiling], Any]
     bind: Callable[..., BackwardCall]
 
@@ -104,7 +106,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             bind=bind_nothing(row_block_attention),
             backward=Backward(
                 capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
-                tilings=lambda call: (BackwardTiling(),),
+                tilings=lambda call, geometry_of: (BackwardTiling(),),
                 prepare=lambda layout_of, tiling: make_schedule(layout_of(None)),
                 bind=bind_backward_of(row_block_backward),
             ),
@@ -183,7 +185,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             bind=bind_nothing(reference_in_q_order),
             backward=Backward(
                 capabilities=Capabilities(devices=(), dtypes=FLOATS),
-                tilings=lambda call: (BackwardTiling(),),
+                tilings=lambda call, geometry_of: (BackwardTiling(),),
                 prepare=lambda layout_of, tiling: layout_of(None).to_dense(),
                 bind=bind_backward_of(dense_backward),
             ),

@@ -118,6 +118,11 @@ def prepare_backward(
             f"{list(shapes[1])}, the first one {sizes[0][0]} rows, {sizes[0][1]} columns and masks {list(shapes[0])}"
         )
     dq_config, dkv_config = dq_config or KernelConfig(), dkv_config or KernelConfig()
+    for of, config in ((layout, dq_config), (transposed, dkv_config)):
+        # Of two warpgroups on 64 rows Triton 3.6 compiles a kernel that reads past its shared memory (seen on an H200
+        # in float32 with head_dim 16).
+        if of.config.block_m == 64 and config.num_warps > 4:
+            raise UnfitLayoutError(f"backward kernels take tiles of 64 rows with 4 warps, got {config.num_warps}")
     return PreparedBackward(
         make_backward_tiles(layout, dq_config.split_tiles),
         dq_config,
