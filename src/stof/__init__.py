@@ -40,8 +40,8 @@ __all__ = [
 def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """`model` compiled with backend "stof", its weights packed and its attention stof's; inference only.
 
-    Arguments, result and errors: `stof.integrations.torch_compile.optimize`.
+    Arguments, result and errors: `stof.integrations.torch.optimize`.
     """
     # By name: it lies above this layer, and `import stof` loads neither it nor what it needs.
-    compiled: nn.Module = import_module("stof.integrations.torch_compile").optimize(model, **options)
+    compiled: nn.Module = import_module("stof.integrations.torch").optimize(model, **options)
     return compiled

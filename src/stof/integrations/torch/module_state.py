@@ -1,10 +1,10 @@
-"""Attributes, settings and hooks of a model's modules, to see whether they are what they were."""
+"""Weights, attributes, settings and hooks of a model's modules: a comparison with those of an earlier call."""
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stof.masks import Mask
 from stof.plans.plan import Plan
-from stof.runtime.private import FORWARD_HOOKS
+from stof.runtime.private import FORWARD_HOOKS, entries_of, version_of
 
 # What every module has: tensors, modules and the training mode, which others look at, and hooks.
 _EVERY = frozenset(vars(nn.Module()))
@@ -102,3 +102,64 @@ def _holder_of(value: Any) -> Any:
 
 def _equal(new: Any, old: Any) -> bool:
     return new is old or (type(new) is type(old) and isinstance(new, _PLAIN) and repr(new) == repr(old))
+
+
+class Weights:
+    """Where the parameters and buffers of a module lie, to see whether they are still there.
+
+    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
+    that one put in another's place is seen too.
+    """
+
+    def __init__(self, module: nn.Module, folded_weights: bool) -> None:
+        self._module, self._folded_weights = module, folded_weights
+        self._parts: list[nn.Module] = []
+        self._filled: list[Mapping[str, Any]] = []
+        self._owners: list[Mapping[str, Any]] = []
+        self._names: list[str] = []
+        # Held, so that none that is put in its place can have its address.
+        self._entries: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._placed: list[Tensor] = []
+        self._versioned: list[Tensor] = []
+        # What recordings read, so that one which no longer holds may still run.
+        self._memory: list[torch.UntypedStorage] = []
+        self._places: tuple[int, ...] | None = None
+        self._counts: tuple[int, ...] = ()
+
+    def changed(self) -> bool:
+        """Whether they are others than in the call before; True for the first."""
+        other = self._places is None or not self._in_place()
+        if other:
+            self._look()
+        places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
+        if other or places != self._places:
+            # Inference tensors have no version: what is written to them is not noticed.
+            self._versioned = [x for x in self._tensors if not x.is_inference()]
+            self._memory = [x.untyped_storage() for x in self._placed]
+            other, self._places = True, places
+        counts = self.versions() if self._folded_weights else ()
+        changed, self._counts = other or counts != self._counts, counts
+        return changed
+
+    def versions(self) -> tuple[int, ...]:
+        """How often each was written to, as far as PyTorch counts that."""
+        return tuple(map(version_of, self._versioned))
+
+    def _in_place(self) -> bool:
+        """Whether the modules hold what they held, and nothing else."""
+        try:
+            now = map(operator.getitem, self._owners, self._names)
+            return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
+        except KeyError:  # one is gone
+            return False
+
+    def _look(self) -> None:
+        self._parts = list(self._module.modules())
+        every = [owner for part in self._parts for owner in entries_of(part)]
+        self._filled = [owner for owner in every if owner]
+        self._owners = [owner for owner in self._filled for _ in owner]
+        self._names = [name for owner in self._filled for name in owner]
+        self._entries = list(map(operator.getitem, self._owners, self._names))
+        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
+        self._placed = [x for x in self._tensors if x.layout is torch.strided]
