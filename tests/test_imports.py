@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("operators",),
     ("flop_formula",),
     ("attention",),
-    ("fusion", "drawing"),
+    ("fusion", "drawing", "unpadding"),
     ("integrations",),
     ("calibration",),
     ("__init__",),  # what users import; the library's own modules import each other

@@ -237,7 +237,7 @@ def _remove_masks(model: nn.Module) -> None:
         masks = vars(part).pop(_MASKS, None)
         if masks is None:
             continue
-        from stof.integrations.transformers.layer_mask import sparse_mask_of
+        from stof.integrations.transformers.sparse_mask import sparse_mask_of
 
         layers = dict(part.named_modules())
         if any(

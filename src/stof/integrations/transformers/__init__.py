@@ -28,12 +28,12 @@ except ImportError as error:
 from stof.handles import FULL
 from stof.integrations.transformers.attention import attention_forward
 from stof.integrations.transformers.forward_inspection import hands_mask_on
-from stof.integrations.transformers.layer_mask import NAME
-from stof.integrations.transformers.masks import make_mask
+from stof.integrations.transformers.mask_interface import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import cache_of, watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
+from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
 
 __all__ = [

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from stof.attention import attention
 from stof.errors import ShapeError, UnsupportedError
 from stof.handles import FULL, is_full
-from stof.integrations.transformers.given_masks import check_scores, check_window
-from stof.integrations.transformers.layer_mask import mask_of_call
+from stof.integrations.transformers.mask_validation import check_scores, check_window
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
+from stof.integrations.transformers.sparse_mask import mask_of_call
 from stof.masks import causal, from_dense
 
 

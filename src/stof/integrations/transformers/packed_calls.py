@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from stof.errors import UnsupportedError
 from stof.handles import FULL
 from stof.integrations.transformers.layer_code import calls_interface
-from stof.integrations.transformers.layer_mask import NAME
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, check, describe
+from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import documents
 from stof.runtime.private import is_exporting
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from stof.errors import ArgumentError, MaskError, StofError
 from stof.integrations.transformers.layer_code import calls_interface
-from stof.integrations.transformers.layer_mask import (
+from stof.integrations.transformers.self_attention import is_cross_attention
+from stof.integrations.transformers.served import check_forwards, check_module
+from stof.integrations.transformers.sparse_mask import (
     AttentionLayer,
     attention_layer,
     check_implementation,
@@ -17,8 +19,6 @@ from stof.integrations.transformers.layer_mask import (
     set_mask,
     sparse_mask_of,
 )
-from stof.integrations.transformers.self_attention import is_cross_attention
-from stof.integrations.transformers.served import check_forwards, check_module
 from stof.masks import PATTERNS, Mask
 from stof.masks.tensors import as_mask
 

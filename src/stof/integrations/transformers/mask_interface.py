@@ -1,4 +1,4 @@
-"""The mask function that transformers calls once per forward pass."""
+"""`make_mask`, registered as a mask interface: transformers calls it once per forward pass for all layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from stof.handles import FULL, Intersection, intersection, is_full
-from stof.integrations.transformers.given_masks import check_padding
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
+from stof.integrations.transformers.mask_validation import check_padding
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
 
