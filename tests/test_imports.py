@@ -49,7 +49,7 @@ TESTING = "testing"
 
 
 def unit_of(module: str) -> str:
-    """`stof.layout.build.build` -> `layout`, `stof` -> `__init__`."""
+    """`stof.layout.builders.build` -> `layout`, `stof` -> `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 

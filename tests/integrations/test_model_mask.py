@@ -8,7 +8,7 @@ import torch
 from stof import masks
 from stof.handles import FULL
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.layout.build.build import build_layout
+from stof.layout.builders.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.masks import Mask
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stof.errors import MaskFunctionError
 from stof.layout import bitmaps as bits
-from stof.layout.build.closed_form import Tiles
-from stof.layout.build.gpu.count import device_columns
-from stof.layout.build.strips import SPAN, strips
+from stof.layout.builders.closed_form import Tiles
+from stof.layout.builders.gpu.count import device_columns
+from stof.layout.builders.strips import SPAN, strips
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 

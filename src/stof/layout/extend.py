@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.layout.build.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
+from stof.layout.builders.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.masks import Mask

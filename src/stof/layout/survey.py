@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.layout.build.build import checked_order
-from stof.layout.build.gpu.count import SlabCounts, device_counts
-from stof.layout.build.strips import strips
+from stof.layout.builders.build import checked_order
+from stof.layout.builders.gpu.count import SlabCounts, device_counts
+from stof.layout.builders.strips import strips
 from stof.layout.compaction import column_use, compaction_counts, find_compaction, is_searched, is_worthwhile
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
-from stof.layout.build.host_first import host_mask
+from stof.layout.builders.host_first import host_mask
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask

@@ -1,7 +1,7 @@
 """The host's part of building a layout on the device: a few kernels, and one wait for how much they found.
 
 Contiguous tiles of masks given as programs (`stof.masks.gpu_program`) or as a dense tensor. The results are those of
-`stof.layout.build.build`, bit for bit; what has no program is left to it.
+`stof.layout.builders.build`, bit for bit; what has no program is left to it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from stof.layout.bitmaps import words
-from stof.layout.build.gpu.mask_input import Source, on_device, source_of, triton_modules
+from stof.layout.builders.gpu.mask_input import Source, on_device, source_of, triton_modules
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import numbered
 from stof.masks.gpu_program import programs_of
 
-# Each tile is looked at; of larger problems, `stof.layout.build.closed_form` rules out squares of tiles first.
+# Each tile is looked at; of larger problems, `stof.layout.builders.closed_form` rules out squares of tiles first.
 MOST_TILES = 2**20
 # Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
 # there are so many that it is worth another kernel; those of dense masks are all read.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.layout import bitmaps as bits
-from stof.layout.build.closed_form import tiles_of
-from stof.layout.build.gpu.build import device_layout
-from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
+from stof.layout.builders.closed_form import tiles_of
+from stof.layout.builders.gpu.build import device_layout
+from stof.layout.builders.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
