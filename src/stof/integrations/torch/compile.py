@@ -51,6 +51,13 @@ def stof_backend(
     Raises:
         ArgumentError: unknown options, or a mode.
         UnsupportedError: the graph is to be differentiated.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+        >>> compiled = torch.compile(model, backend="stof", options={"deterministic": True})
+        >>> with torch.inference_mode():
+        ...     compiled(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
     """
     parsed = CompileOptions.parse(options)
     if mode not in (None, "default"):
@@ -193,6 +200,15 @@ def optimize(
         UnsupportedError: the model is in training mode, or its attention cannot be served.
         ArgumentError: an unknown option, or a mask without `attention`.
         MaskError: something that is no mask. A refused model is as it was before.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = BertModel(config).eval()
+        >>> compiled = stof.optimize(model, mask=masks.sliding_window(7), cuda_graphs="whole")
+        >>> with torch.inference_mode():
+        ...     compiled(torch.arange(40)[None]).last_hidden_state.shape
+        torch.Size([1, 40, 32])
     """
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):

@@ -63,6 +63,14 @@ def enable(model: nn.Module) -> nn.Module:
 
     Raises:
         UnsupportedError: a part of the model has attention code of its own; all are as before.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.enable(model).config._attn_implementation
+        'stof'
     """
     check_can_serve(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -91,6 +99,14 @@ def disable(model: nn.Module) -> nn.Module:
 
     Returns:
         the model.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.disable(stof_hf.enable(model)).config._attn_implementation
+        'sdpa'
     """
     check_module(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -130,6 +146,13 @@ def register() -> None:
 
     Raises:
         MissingDependencyError: the installed transformers hands mask functions other arguments.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import AttentionInterface
+        >>> stof_hf.register()
+        >>> AttentionInterface()["stof"] is stof_hf.attention_forward
+        True
     """
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise MissingDependencyError(

@@ -50,6 +50,13 @@ def attention_forward(
         UnsupportedError: attention dropout, attention weights, or something else is asked for that stof does not read:
             a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> q, k, v = torch.randn(3, 1, 4, 40, 16)
+        >>> out, weights = stof_hf.attention_forward(nn.Module(), q, k, v, stof_hf.make_mask(1, 40, 40))
+        >>> out.shape
+        torch.Size([1, 40, 4, 16])
     """
     _refuse_dropout(dropout)
     refuse_attention_weights(kwargs.get("output_attentions"))

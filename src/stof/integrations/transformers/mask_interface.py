@@ -39,6 +39,11 @@ def make_mask(
 
     Raises:
         ShapeError: an `attention_mask` of another shape.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> stof_hf.make_mask(2, 40, 40).mask  # a decoder's mask, without padding
+        causal()
     """
     del kwargs
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:

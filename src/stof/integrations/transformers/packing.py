@@ -56,9 +56,6 @@ def pack(
 ) -> PackedBatch:
     """Remove the padding of a batch: its tokens in one row, each sequence seeing itself only.
 
-        packed = pack(**tokenizer(texts, padding=True, return_tensors="pt"))
-        hidden = packed.unpack(model(**packed.model_inputs()).last_hidden_state)   # [B, S, D], zeros at padding
-
     Results equal those of the padded batch for right padding; sequences padded on the left get positions from 0,
     as they would alone. A sparse mask of `sparsify` counts positions from the start of the row, so with one that does
     not depend on distances alone, such as `sink_tokens`, results differ. Reads the lengths on the host.
@@ -95,6 +92,21 @@ def pack(
         ShapeError: tensors that are not `[B, S]`, or a batch without tokens.
         DtypeError: an `attention_mask` of floats.
         ArgumentError: `max_tokens` below the longest sequence, a negative `first_position`.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> model = stof_hf.enable(model)
+        >>> lengths = torch.tensor([[7], [12]])
+        >>> padded = {"input_ids": torch.randint(1, 100, (2, 12)), "attention_mask": torch.arange(12) < lengths}
+        >>> packed = stof_hf.pack(**padded)  # what tokenizer(texts, padding=True, return_tensors="pt") returns
+        >>> packed.input_ids.shape
+        torch.Size([1, 19])
+        >>> with torch.no_grad():
+        ...     packed.unpack(model(**packed.model_inputs()).last_hidden_state).shape
+        torch.Size([2, 12, 32])
     """
     valid = _checked(input_ids, attention_mask, per_token)
     unpadding = unpad(valid, max_tokens=max_tokens, first_position=first_position)

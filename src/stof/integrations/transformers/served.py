@@ -120,6 +120,13 @@ def check_can_serve(model: object) -> None:
     Raises:
         ArgumentError: not a module.
         UnsupportedError: a part has attention code of its own, or no layer calls the attention interface.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.check_can_serve(model)  # nothing is raised: enable(model) will serve it
     """
     check_module(model)
     assert isinstance(model, nn.Module)
