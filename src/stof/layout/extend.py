@@ -71,8 +71,8 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):
         for h in range(layout.mask_heads):
-            own = HeadMask(mask, q_len, kv_len, b, h, None, layout.device)
-            if not bool(own.tile_bounds(old, new).empty.all()):
+            head_mask = HeadMask(mask, q_len, kv_len, b, h, None, layout.device)
+            if not bool(head_mask.tile_bounds(old, new).empty.all()):
                 return False
     return True
 

@@ -88,12 +88,12 @@ class Layout:
 
     def equals(self, other: Layout) -> bool:
         """Whether both keep the same scores by the same tiles."""
-        own, theirs = self.tensors(), other.tensors()
+        tensors, other_tensors = self.tensors(), other.tensors()
         sizes = [(x.q_len, x.kv_len, x.config) for x in (self, other)]
         return (
             sizes[0] == sizes[1]
-            and own.keys() == theirs.keys()
-            and all(torch.equal(tensor, theirs[name]) for name, tensor in own.items())
+            and tensors.keys() == other_tensors.keys()
+            and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
         )
 
     def tile_row_block(self) -> Tensor:
@@ -245,7 +245,7 @@ def _shape_problems(layout: Layout) -> list[str]:
     for name, tensor in layout.tensors().items():
         dtype, shape = wanted[name]
         fits = len(shape) == tensor.ndim and all(
-            size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+            size in (None, actual) for size, actual in zip(shape, tensor.shape, strict=True)
         )
         if tensor.dtype != dtype or not fits:
             problems.append(f"{name} is {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

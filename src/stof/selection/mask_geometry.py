@@ -85,7 +85,7 @@ class MaskGeometry(Geometry):
         return RowOrders(mask, self.q_len, self.kv_len, batch=self.batch, heads=self.heads, device=place)
 
     def found_order(self) -> str | None:
-        return self.orders.found()
+        return self.orders.searched_name()
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         """The layout under some block sizes and a row order by its name."""

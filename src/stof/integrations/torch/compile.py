@@ -232,11 +232,11 @@ def optimize(
         if mask is not None:
             # A bad mask is refused before the model is changed.
             hf.check_can_serve(model)
-            found = hf.layer_masks(model, mask)
+            per_layer = hf.layer_masks(model, mask)
         _remove_masks(model)
         hf.enable(model)
         if mask is not None:
-            setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(found))))
+            setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(per_layer))))
     else:
         _remove_masks(model)
     if pack:

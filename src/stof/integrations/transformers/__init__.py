@@ -114,8 +114,8 @@ def disable(model: nn.Module) -> nn.Module:
     # A part passes its own on to those within it, so these come after it.
     for part, implementation in zip(parts, before, strict=True):
         if implementation == NAME:
-            own = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
-            part.set_attn_implementation(getattr(part, "_stof_before", own))
+            default = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
+            part.set_attn_implementation(getattr(part, "_stof_before", default))
         elif part.config._attn_implementation != implementation:
             part.set_attn_implementation(implementation)
     return model
@@ -131,8 +131,8 @@ def _mark_unpadded_call(
     """
     given = (kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs))
     tokens = args[0] if args else kwargs.get("input_ids")
-    own = module.config._attn_implementation == NAME  # type: ignore[union-attr]
-    if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
+    runs_stof = module.config._attn_implementation == NAME  # type: ignore[union-attr]
+    if not runs_stof or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
         return None
     batch, length = tokens.shape
     whole = ModelMask(

@@ -65,23 +65,23 @@ def _called(call: ast.Call) -> str:
 
 def _handed_on(tree: ast.AST) -> set[ast.AST]:
     """Places where a name is handed to the function that makes masks, or only looked at."""
-    found: set[ast.AST] = set()
+    places: set[ast.AST] = set()
     for node in ast.walk(tree):
         match node:
             case ast.Call() if _makes_masks(_called(node)):
-                found.update(node.args, (word.value for word in node.keywords))
+                places.update(node.args, (word.value for word in node.keywords))
             case ast.Call() if _called(node) in _HARMLESS_CALLS:
-                found.update(node.args)
+                places.update(node.args)
             case ast.Dict():  # arguments of several masks
                 pairs = zip(node.keys, node.values, strict=True)
-                found.update(value for key, value in pairs if isinstance(key, ast.Constant) and key.value == _NAME)
+                places.update(value for key, value in pairs if isinstance(key, ast.Constant) and key.value == _NAME)
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                found.add(node.left)
+                places.add(node.left)
             case ast.Attribute() if node.attr in _HARMLESS_ATTRIBUTES:
-                found.add(node.value)
+                places.add(node.value)
             case ast.NamedExpr() | ast.Assign():  # under another name, to tell masks that are there already
-                found.add(node.value)
-    return found
+                places.add(node.value)
+    return places
 
 
 @functools.lru_cache(maxsize=1024)

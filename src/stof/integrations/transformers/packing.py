@@ -16,15 +16,11 @@ from stof.unpadding import Unpadding, unpad
 class PackedBatch(Unpadding):
     """A padded batch `[B, S]` with its padding removed; `N` real tokens in `R` rows of `T`.
 
+    A causal model intersects the mask with its own. Further attributes are those of `stof.unpadding.Unpadding`.
+
     Attributes:
         input_ids: `[R, T]` (`[1, N]` unless `max_tokens` asked for several rows).
-        position_ids: int64 `[R, T]`, restarting in every sequence.
-        mask: document mask of the packed rows; a causal model intersects it with its own.
         extras: other per-token tensors, packed alike, under the names they came with.
-        lengths: tokens of each sequence.
-        padded_shape: `(B, S)`.
-        source: int64 `[N]`, place of each token in the flattened padded batch.
-        target: int64 `[N]`, its place in the flattened packed rows.
     """
 
     input_ids: Tensor

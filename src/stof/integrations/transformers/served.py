@@ -149,11 +149,11 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if given.get(name) is not None:
             raise UnsupportedError(f"stof attention does not read {name}, which changes the result; {advice}", {})
-    found = [name for name in _unread(type(module)) if given.get(name) is not None]
-    if found:
+    unread = [name for name in _unread(type(module)) if given.get(name) is not None]
+    if unread:
         raise UnsupportedError(
-            f"{type(module).__name__} hands {', '.join(found)} to its attention function, which stof does not read and "
-            'cannot leave out; call model.set_attn_implementation("sdpa") or "eager"',
+            f"{type(module).__name__} hands {', '.join(unread)} to its attention function, which stof does not read "
+            'and cannot leave out; call model.set_attn_implementation("sdpa") or "eager"',
             {},
         )
 
@@ -174,7 +174,7 @@ _UNREAD: dict[tuple[Any, object], tuple[str, ...]] = {}
 
 
 def _read_unread(layer: Any) -> tuple[str, ...]:
-    found: set[str] = set()
+    handed_over: set[str] = set()
     for function in filter(uses_interface, methods(layer)):
         tree = syntax_tree(function)
         if tree is None:
@@ -182,20 +182,20 @@ def _read_unread(layer: Any) -> tuple[str, ...]:
         interfaces = _interfaces(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in interfaces:
-                found.update(word.arg for word in node.keywords if word.arg is not None)
-    return tuple(sorted(found - _READ))
+                handed_over.update(word.arg for word in node.keywords if word.arg is not None)
+    return tuple(sorted(handed_over - _READ))
 
 
 def _interfaces(tree: ast.AST) -> set[str]:
     """Variables that hold the attention function: what an expression with `_attn_implementation` is assigned to."""
-    found: set[str] = set()
+    variables: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             inside = ast.walk(node.value)
             if any(isinstance(one, ast.Attribute) and one.attr == "_attn_implementation" for one in inside):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(target.id for target in targets if isinstance(target, ast.Name))
-    return found
+                variables.update(target.id for target in targets if isinstance(target, ast.Name))
+    return variables
 
 
 def refuse_attention_weights(asked: object) -> None:

@@ -107,12 +107,12 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     check_module(model)
     if mask is not None:
         check_forwards(model)
-    found = layer_masks(model, mask)
+    per_layer = layer_masks(model, mask)
     layers = _self_attention(model)
     if mask is not None:
         for layer in layers:
             check_implementation(layer.module, layer.name)
-    return Sparsified(layers, found)
+    return Sparsified(layers, per_layer)
 
 
 def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
@@ -149,7 +149,7 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
     if isinstance(mask, Mask | str) or not callable(mask):
         return [_checked(mask)] * count
     try:
-        found = [mask(number) for number in range(count)]
+        per_layer = [mask(number) for number in range(count)]
     except StofError:
         raise
     except Exception as error:  # whatever a user's function raises
@@ -157,7 +157,7 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
             f"a function here takes a layer's number (0 to {count - 1}) and gives its mask or None, and this one "
             f"raises {type(error).__name__}: {error}; a mask function goes through stof.masks.from_function first"
         ) from error
-    return list(map(_checked, found))
+    return list(map(_checked, per_layer))
 
 
 def _checked(mask: object) -> Mask | None:

@@ -64,19 +64,19 @@ def find_order(
     if not block_m < q_len <= _MOST_ROWS:
         return None
     keep = _evaluated(mask, (q_len, kv_len), (batch, heads), device)
-    own, needed = computed(keep, block_m), int(keep.count_nonzero())
-    if own <= GOOD_ENOUGH * needed:
+    unpermuted, needed = computed(keep, block_m), int(keep.count_nonzero())
+    if unpermuted <= GOOD_ENOUGH * needed:
         return None
     near = _Nearness.of(keep)
     named = {name: named_order(name, q_len) for name in near.regular_names()}
-    found = {name: order.to(keep.device) for name, order in named.items() if order is not None}
-    costs = {name: float(computed(keep[order], block_m)) for name, order in found.items()}
+    orders = {name: order.to(keep.device) for name, order in named.items() if order is not None}
+    costs = {name: float(computed(keep[order], block_m)) for name, order in orders.items()}
     possible = near.possible(keep, block_m)
-    if possible <= WORTH * own and min(costs.values(), default=own) > _CLOSE * possible:
-        found[CLUSTERED] = cluster_rows(near.described, block_m)
-        costs[CLUSTERED] = _CLOSE * computed(keep[found[CLUSTERED]], block_m)
+    if possible <= WORTH * unpermuted and min(costs.values(), default=unpermuted) > _CLOSE * possible:
+        orders[CLUSTERED] = cluster_rows(near.described, block_m)
+        costs[CLUSTERED] = _CLOSE * computed(keep[orders[CLUSTERED]], block_m)
     best = min(costs, key=lambda name: costs[name], default=None)
-    return (best, found[best]) if best is not None and costs[best] <= WORTH * own else None
+    return (best, orders[best]) if best is not None and costs[best] <= WORTH * unpermuted else None
 
 
 def column_order(
@@ -125,7 +125,7 @@ class RowOrders:
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         self._evaluated = functools.partial(_evaluated, mask, (q_len, kv_len), (batch, heads), device)
         self._searched = self._in_order = mask.has_monotonic_ranges
-        self._found: tuple[str, Tensor] | None = None
+        self._search_result: tuple[str, Tensor] | None = None
 
     def regular(self) -> tuple[str, ...]:
         """The names, or else those by stride or by patches of a grid that like rows suggest, examined no further."""
@@ -134,21 +134,21 @@ class RowOrders:
         suggested = _Nearness.of(self._evaluated()).regular_names()
         return tuple(name for name in suggested if named_order(name, self._q_len) is not None)
 
-    def found(self) -> str | None:
+    def searched_name(self) -> str | None:
         """The name of what `find_order` finds, None where that is nothing new; searched once.
 
         Ragged documents waste much at the ends of row blocks, whatever the order, and each batch of them is another
         mask: none is searched for where rows stand in order.
         """
         if not self._searched:
-            self._found = self._search()
+            self._search_result = self._search()
             self._searched = True
-        return None if self._found is None or self._found[0] in self.names else self._found[0]
+        return None if self._search_result is None or self._search_result[0] in self.names else self._search_result[0]
 
     def rows(self, name: str | None) -> Tensor | None:
         """The order of that name, int64 `[q_len]`; None stands for the rows' own."""
-        if self._found is not None and self._found[0] == name:
-            return self._found[1]
+        if self._search_result is not None and self._search_result[0] == name:
+            return self._search_result[1]
         return None if name is None else named_order(name, self._q_len)
 
 

@@ -59,7 +59,7 @@ def device_layout(
         build.classify()
         # The device is busy: what does not depend on its answer is made meanwhile.
         rows = _Rows(build, which, mask_dims)
-        total, distinct, clash, *identities = build.found()
+        total, distinct, clash, *identities = build.results()
         if clash:
             return None
         quads = [tuple(identities[n : n + 4]) for n in range(0, 4 * source.patterns, 4)]
@@ -110,7 +110,7 @@ class _Build:
             self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
 
-    def found(self) -> list[int]:
+    def results(self) -> list[int]:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
         self.mailbox.wait(3 if self.source.patterns == 1 else 0, self.device)
         total, distinct, clash, *identities = self.mailbox.read(3 + 4 * self.source.patterns)

@@ -93,9 +93,9 @@ class PinnedMailbox:
         self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
 
     @staticmethod
-    def of(found: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
-        """A mailbox with room for some numbers, 0 until they are written, followed by these."""
-        end = found + len(numbers)
+    def of(results: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
+        """A mailbox with room for `results` numbers, 0 until a kernel writes them, followed by `numbers`."""
+        end = results + len(numbers)
         if not pinned or end > _MAILBOX_SIZE:
             mailbox = PinnedMailbox(end, pinned)
         else:
@@ -103,7 +103,7 @@ class PinnedMailbox:
                 mailbox = _free_mailboxes.pop()  # by one thread only
             except IndexError:
                 mailbox = PinnedMailbox(_MAILBOX_SIZE, pinned)
-        mailbox.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        mailbox.numbers[:end] = [0] * results + numbers  # type: ignore[assignment]  # they become c_int32
         _in_use.add(mailbox)
         return mailbox
 
@@ -120,11 +120,11 @@ class PinnedMailbox:
 
     def read(self, count: int) -> list[int]:
         """The first numbers. The kernels have ended: the next build may have the mailbox."""
-        found = self.numbers[:count]
+        results = self.numbers[:count]
         _in_use.discard(self)
         if self.pinned and len(self.numbers) == _MAILBOX_SIZE:
             _free_mailboxes.append(self)
-        return found
+        return results
 
 
 class Source(NamedTuple):
@@ -151,25 +151,25 @@ class Source(NamedTuple):
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
-    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
+    def prepared(self, zeros: int, rest: int, results: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
         """What kernels start from, made without waiting for what the device does.
 
         Args:
             zeros, rest: numbers that are 0 at first, and numbers that may be anything.
-            found: numbers that the device has to tell.
+            results: how many numbers the kernels write for the host.
             device: the current one.
 
         Returns:
-            int32 on the device, zeros first; a mailbox in which kernels may write the first `found` numbers; and where
-            the numbers of the programs begin.
+            int32 on the device, zeros first; a mailbox in which kernels may write the first `results` numbers; and
+            where the numbers of the programs begin.
         """
         _, reading, launching = triton_modules()
         numbers, _, draws, drawn = self.programs
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
         numbers = list(itertools.chain(numbers, *draws))
-        mailbox = PinnedMailbox.of(found, numbers, device.type == "cuda")
-        sizes = (found, zeros, first, count, len(draws))
+        mailbox = PinnedMailbox.of(results, numbers, device.type == "cuda")
+        sizes = (results, zeros, first, count, len(draws))
         programs = -(-max(zeros, count, drawn) // _CLEARED)
         launching.launch(reading.prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
         return state, mailbox, first

@@ -77,23 +77,23 @@ def bits_of(
     WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
     row = first + tl.arange(0, ROWS)
     q = (q0 + row)[:, None]
-    own_row = (q < q_len) & (row < BLOCK_M)[:, None]
+    row_exists = (q < q_len) & (row < BLOCK_M)[:, None]
     if SOURCE == PROGRAM:
         kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N // WORD) * WORD)[None, :]
         # Programs look up tables by position.
         words = program_bits(source_ptr, start, tl.minimum(q, q_len - 1), kv)
-        words = tl.where(own_row, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
+        words = tl.where(row_exists, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
     else:
         STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
         if SOURCE != QUADS:
             kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
             at = start + q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
-            bits = (tl.load(source_ptr + at, mask=own_row & (kv < kv_len), other=0) != 0).to(tl.int32)
+            bits = (tl.load(source_ptr + at, mask=row_exists & (kv < kv_len), other=0) != 0).to(tl.int32)
         else:
             # Strides are in units of four quads, and so is the length: loads of 16 bytes.
             quad = tl.arange(0, BLOCK_N // 4)[None, :]
             at = (start + q.to(tl.int64) * stride_q) * 4 + tile_column * (BLOCK_N // 4) + quad
-            exists = own_row & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
+            exists = row_exists & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
             quad = tl.load(source_ptr + at, mask=exists, other=0)
             # The lowest bit of each byte: whether any of its bits is set. Then these four side by side, at the top.
             quad |= quad >> 4
