@@ -104,7 +104,7 @@ def _joined(
         numbers += [bitmap[bitmap >= 0], torch.arange(len(new.bitmaps), device=layout.device) + known]
         known += len(new.bitmaps)
     joined = Pattern.join(parts)
-    # Bitmaps of the last, unfinished row block may be used no more.
+    # Bitmaps of the last, unfinished row block may have no more users.
     number = torch.cat(numbers)
     used, number = number.unique(return_inverse=True)
     candidates = torch.cat([layout.bitmaps, *(new.bitmaps for _, new in distinct)])[used]

@@ -142,7 +142,7 @@ class Layout:
     def to_dense(self) -> Tensor:
         """The mask back as bool `[mask_batch, mask_heads, q_len, kv_len]`; exact inverse of building."""
         block_m, block_n = self.config.block_m, self.config.block_n
-        # One spare row and column swallow the writes of padding.
+        # One spare row and column take the writes of padding.
         dense = torch.zeros(self.patterns, self.q_len + 1, self.kv_len + 1, dtype=torch.bool, device=self.device)
         owner = self.tile_row_block()
         rows = self.rows().view(-1, block_m)
@@ -192,7 +192,7 @@ class Layout:
         keys[owner, torch.arange(len(numbers), device=slots.device) - first[owner]] = torch.remainder(
             numbers, self.kv_len
         )
-        # Where the tile would begin by each column that it uses: the same place by all of them.
+        # Each used column implies a place where the tile begins; in a tile cut from the list all of them agree.
         begins = torch.zeros_like(slots)
         begins[used] = place - first[pattern.repeat_interleave(used.sum(1))] - used.nonzero()[:, 1]
         begin = torch.div(begins.sum(1), used.sum(1).clamp(min=1), rounding_mode="floor")

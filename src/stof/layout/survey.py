@@ -93,7 +93,7 @@ def survey(
         geometries: block sizes to count.
     """
     asked = set(geometries)
-    # Tiles are contiguous where nothing is compacted. Columns gathered singly tell how much there is to gain.
+    # Without compaction tiles are contiguous. Columns gathered one by one bound what compaction can save.
     compacting = sorted((g for g in asked if g.compact_columns), key=lambda g: (g.block_m * g.block_n, g.block_m))
     others = {replace(g, compact_columns=False) for g in compacting[:1]} | {g.contiguous() for g in compacting}
     wanted = sorted(
@@ -131,7 +131,7 @@ def _compacted_counts(
     """Tiles with compacted columns, given the contiguous ones, and those gathered singly of the first geometry."""
     plain = {geometry: counts[geometry.contiguous()] for geometry in compacting}
     with_lists = {geometry: TileCounts(tiles.partial.clone(), tiles.full.clone()) for geometry, tiles in plain.items()}
-    # What tall row blocks see, low ones tell.
+    # What tall row blocks see follows from what low ones see: evaluate once, at the common divisor of the heights.
     height = math.gcd(*(geometry.block_m for geometry in compacting))
     if not compacting or not is_searched(of_heads[0].row_blocks(height), of_heads[0].kv_len):
         return with_lists

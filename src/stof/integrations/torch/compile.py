@@ -85,7 +85,7 @@ def stof_backend(
         parsed.tell(report)
         return _compiled(gm, example_inputs, parsed, report.digest)
 
-    # No templates: what they are compared with has these rewrites too.
+    # The version without templates gets these rewrites too, so that only templates differ.
     rewrite_patches(copies[PLAIN], FusionReport())
     rewrite_biases(copies[PLAIN], FusionReport())
 
@@ -121,7 +121,7 @@ def _fastest(
     def settle(times: Mapping[str, float]) -> str:
         winner, report = pick_winner(reports, times)
         if winner == RULED and store is not None:
-            # Else the rules, which go by what was measured, would choose what lost.
+            # Rules prefer recorded configurations: without this they would choose the losing ones again.
             lost = differing(searched, report)
             before = {key: tuned for key in lost if (tuned := known(key)) is not None}
             device = store.environment["device"]

@@ -25,7 +25,7 @@ from stof.runtime.memory import record_streams
 from stof.runtime.private import copy_all, is_intercepted, pytree, raw_stream, version_of
 from stof.tuning.capture import captured
 
-# Graphs that are kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
+# Most graphs kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
 MOST_RECORDED = 32
 
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.device)
@@ -83,7 +83,7 @@ class CudaGraphRunner:
             return self._call(*args, **kwargs)
         with self._lock:
             replay = self._recorded.get(key)
-            # Begun before it is known to be right: the host looks at the weights while the GPU computes.
+            # The replay starts before the comparison, so that the host compares weights while the GPU computes.
             out = replay(tensors) if replay is not None else None
             if self._changed(key):
                 self._forget()
@@ -95,7 +95,7 @@ class CudaGraphRunner:
         versions = self._weights.versions()
         out = self._call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
-            if len(self._seen) >= 8 * MOST_RECORDED:  # an argument that is different in every call
+            if len(self._seen) >= 8 * MOST_RECORDED:  # some argument differs in every call
                 self._seen.clear()
             self._seen.add(key)
         return out
@@ -161,9 +161,9 @@ class Recording:
         self._device = self._inputs[0].device
         self._streams: set[int] = set()
         with torch.cuda.device(self._device):
-            if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
+            if recorder.pool is None or not recorder.alive:  # PyTorch refuses a pool whose last graph was freed
                 recorder.pool = torch.cuda.graph_pool_handle()
-            # As every call will: a dtype that no kernel copies is found out here, where nothing is kept yet.
+            # Every replay copies this way: a dtype without a copy kernel fails here, before anything is recorded.
             _copy_in(self._inputs, [x for x in given if isinstance(x, Tensor)])
             versions = _versions(self._inputs)
             side = torch.cuda.Stream()
@@ -172,12 +172,12 @@ class Recording:
                 call(*inputs[: len(args)], **named)
             torch.cuda.synchronize()
             same = all(_same(new, old) for new, old in zip(inputs, given, strict=True))
-            if not same or versions != _versions(self._inputs):  # it may have written what was there already
+            if not same or versions != _versions(self._inputs):  # versions also show writes of equal values
                 raise RuntimeError("it writes to its arguments")
             try:
                 self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
             except BaseException:
-                recorder.pool = None  # who knows what is left in it
+                recorder.pool = None  # a failed capture may leave allocations in it
                 raise
         recorder.alive.add(self)
         self._leaves, self._spec = pytree.tree_flatten(out)
@@ -188,7 +188,7 @@ class Recording:
                 raise RuntimeError(f"it returns a tensor on {leaf.device}")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # Until the replay has begun, the GPU waits: nothing is asked or set that need not be.
+        # Host time before the replay is GPU idle time: set the device only if it is another.
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self._replayed(tensors)
@@ -224,7 +224,7 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
             key.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
             tensors.append(value)
         elif isinstance(value, float):
-            key.append(value.hex())  # tells -0.0 from 0.0, and knows a NaN again
+            key.append(value.hex())  # distinguishes -0.0 from 0.0, and NaN equals NaN
         elif isinstance(value, _PLAIN):
             key.append((type(value), value))
         else:

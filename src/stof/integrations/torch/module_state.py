@@ -15,11 +15,11 @@ from stof.masks import Mask
 from stof.plans.plan import Plan
 from stof.runtime.private import FORWARD_HOOKS, entries_of, version_of
 
-# What every module has: tensors, modules and the training mode, which others look at, and hooks.
+# Attributes of every module: `Weights` compares tensors, modules and the training mode, `FORWARD_HOOKS` names hooks.
 _EVERY = frozenset(vars(nn.Module()))
-# Equal values of these are the same, whichever object they are.
+# Types compared by value instead of identity.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-# Objects in modules, such as configurations, and objects in those.
+# Levels of objects looked into: those in modules, such as configurations, and objects in those.
 _DEPTH = 2
 
 
@@ -32,7 +32,7 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # Dictionaries and lists; entries of them, one by one: where each is, under which name, and what it was.
+        # Dictionaries and lists, and three parallel lists of their entries: the holder, the name and the value.
         self._holders: list[Any] = []
         self._count = -1
         self._owners: list[Any] = []
@@ -51,7 +51,7 @@ class Attributes:
             if all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values)):
                 return True
             now = list(map(operator.getitem, self._owners, self._names))
-        except (KeyError, IndexError):  # one is gone
+        except (KeyError, IndexError):  # an entry was removed
             return False
         if not all(map(_equal, now, self._values)):
             return False
@@ -93,7 +93,7 @@ def _names_in(holder: Any) -> Iterable[Any]:
 
 def _holder_of(value: Any) -> Any:
     """The dictionary or list in which a value holds others; None for what is compared as it is."""
-    if type(value) in (dict, list, OrderedDict):  # looking into those of other classes may change them
+    if type(value) in (dict, list, OrderedDict):  # reading subclasses may run their code
         return value
     if isinstance(value, Tensor | Mask | Plan | ModuleType) or callable(value):
         return None
@@ -105,10 +105,10 @@ def _equal(new: Any, old: Any) -> bool:
 
 
 class Weights:
-    """Where the parameters and buffers of a module lie, to see whether they are still there.
+    """Addresses of the parameters and buffers of a module: a comparison with those of an earlier call.
 
-    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
-    that one put in another's place is seen too.
+    Their memory stays allocated until the next change. Tensors and modules are looked up by name in the modules that
+    hold them, so a replaced one is noticed too.
     """
 
     def __init__(self, module: nn.Module, folded_weights: bool) -> None:
@@ -117,24 +117,24 @@ class Weights:
         self._filled: list[Mapping[str, Any]] = []
         self._owners: list[Mapping[str, Any]] = []
         self._names: list[str] = []
-        # Held, so that none that is put in its place can have its address.
+        # References keep the objects alive, so that a replacement cannot have the same `id`.
         self._entries: list[Any] = []
         self._tensors: list[Tensor] = []
         self._placed: list[Tensor] = []
         self._versioned: list[Tensor] = []
-        # What recordings read, so that one which no longer holds may still run.
+        # Memory that recordings read stays allocated, since an outdated recording may still be running.
         self._memory: list[torch.UntypedStorage] = []
         self._places: tuple[int, ...] | None = None
         self._counts: tuple[int, ...] = ()
 
     def changed(self) -> bool:
-        """Whether they are others than in the call before; True for the first."""
+        """Whether they differ from those of the call before; True for the first."""
         other = self._places is None or not self._in_place()
         if other:
             self._look()
         places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
         if other or places != self._places:
-            # Inference tensors have no version: what is written to them is not noticed.
+            # Inference tensors have no version counter: writes to them go unnoticed.
             self._versioned = [x for x in self._tensors if not x.is_inference()]
             self._memory = [x.untyped_storage() for x in self._placed]
             other, self._places = True, places
@@ -151,7 +151,7 @@ class Weights:
         try:
             now = map(operator.getitem, self._owners, self._names)
             return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
-        except KeyError:  # one is gone
+        except KeyError:  # an entry was removed
             return False
 
     def _look(self) -> None:

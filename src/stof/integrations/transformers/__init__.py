@@ -111,7 +111,7 @@ def disable(model: nn.Module) -> nn.Module:
     check_module(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
-    # A part passes its own on to those within it, so these come after it.
+    # Setting a part also sets the parts within it, so those follow.
     for part, implementation in zip(parts, before, strict=True):
         if implementation == NAME:
             default = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"

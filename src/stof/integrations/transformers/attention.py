@@ -66,7 +66,7 @@ def attention_forward(
     sparse = mask_of_call(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     nan = None
-    if mask.exact_nan:  # the check of packing, to which sparse masks do not matter
+    if mask.exact_nan:  # the packing check ignores sparse masks
         sparse, nan = None, mask.queries_with_nan(query, key, value)
         query, key, value = query.nan_to_num(), key.nan_to_num(), value.nan_to_num()
     if sparse is not None:

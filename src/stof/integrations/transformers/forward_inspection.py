@@ -33,7 +33,7 @@ def hands_mask_on(model: type) -> bool:
         return False
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     others = {node.id for node in names if node.id.startswith("create_") and not _makes_masks(node.id)}
-    if others - {"create_bidirectional_mask"}:  # that one is for the encoder's
+    if others - {"create_bidirectional_mask"}:  # which makes the mask of the encoder's states
         return False
     copies = _other_names(tree)
     reads = [node for node in names if node.id == _NAME or node.id in copies]
@@ -79,7 +79,7 @@ def _handed_on(tree: ast.AST) -> set[ast.AST]:
                 places.add(node.left)
             case ast.Attribute() if node.attr in _HARMLESS_ATTRIBUTES:
                 places.add(node.value)
-            case ast.NamedExpr() | ast.Assign():  # under another name, to tell masks that are there already
+            case ast.NamedExpr() | ast.Assign():  # kept under another name, to recognise a mask made earlier
                 places.add(node.value)
     return places
 

@@ -49,13 +49,13 @@ def make_mask(
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()
     compiling = torch.compiler.is_compiling()
-    if not compiling:  # both may be tensors: assisted generation takes tokens back
+    if not compiling:  # both may be tensors: assisted generation drops tokens
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
     given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
     mask: Mask | Intersection | None
     if compiling:
-        # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
+        # Dynamo traces closures and offsets as symbols; only plain masks of whole sequences are recognisable.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
         mask = recognize_plain_mask(mask_function) if start else None
     else:

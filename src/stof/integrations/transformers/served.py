@@ -20,7 +20,7 @@ from stof.integrations.transformers.forward_inspection import (
 from stof.integrations.transformers.layer_code import calls_interface, methods, syntax_tree, uses_interface
 from stof.integrations.transformers.self_attention import is_cross_attention
 
-# What layers hand to the attention function that `attention_forward` reads, or that its mask says already.
+# Arguments of the attention function that `attention_forward` reads, or that are part of its mask.
 _READ = {
     "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias", "softcap", "s_aux",
     "output_attentions", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -158,7 +158,7 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
         )
 
 
-# Dynamo takes what it returns as a constant: it cannot trace how sources are read.
+# Its result is a constant for Dynamo, which cannot trace how sources are read.
 @torch.compiler.assume_constant_result
 def _unread(layer: type[nn.Module]) -> tuple[str, ...]:
     """Names a layer hands to its attention function, in so many words, that stof does not read."""

@@ -255,7 +255,7 @@ def tile_bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tens
     follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
     contiguous = follows.all(1) & (columns[:, 0] >= 0)
     if config.compact_columns:
-        # Neighbours on the list of compacted columns stay tiles of that list.
+        # A tile cut from the list stays one where its columns happen to be neighbours, unless it is aligned.
         contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
     slot = (~contiguous).cumsum(0) - 1
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]

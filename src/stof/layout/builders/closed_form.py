@@ -98,7 +98,7 @@ class _Grid:
                 continue
             row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * side + within.view(1, 1, -1, 1)
             column = torch.remainder(number, across).view(-1, 1, 1, 1) * side + within
-            # Past the end the last row or column stands in, and is left out again.
+            # Indices past the end are clamped to the last row or column; their results are discarded.
             exists = (row < self.rows) & (column < self.columns)
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.columns - 1)
             nothing, certain = self._bounds(row, column, 1)

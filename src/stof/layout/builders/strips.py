@@ -20,7 +20,7 @@ STRIP_SCORES_GPU = 2**25
 # Keys are evaluated or left out in aligned spans of this many: whole tiles of every width there is.
 SPAN = 256
 
-# Keys from which masks are asked about each span: with fewer, asking costs more than it saves.
+# Masks are asked about each span from this many keys on: with fewer, asking costs more than it saves.
 ASKED_FROM = 2**10
 # Spans, or groups of as many spans each, that one question covers where nothing is known of larger groups.
 ASKED_AT_ONCE = 2**12
@@ -70,7 +70,7 @@ def strips(head_mask: HeadMask, block_m: int) -> Iterator[Strip]:
                     counts = list(dict.fromkeys(doubled))
                     known.update(zip(counts, _spans(head_mask, first, counts, block_m), strict=True))
                 wider = known[more]
-                # Where keys are few, more rows at once. Where they move along with the rows, more of both would
+                # With few keys, take more rows at once. If the keys move along with the rows, more rows would
                 # evaluate scores far from the diagonal.
                 if more > count and (
                     wider is None

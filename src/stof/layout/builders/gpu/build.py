@@ -57,7 +57,7 @@ def device_layout(
             return None
         build = _Build(source, q_len, kv_len, config, device)
         build.classify()
-        # The device is busy: what does not depend on its answer is made meanwhile.
+        # While the device computes, the host prepares what does not depend on the results.
         rows = _Rows(build, which, mask_dims)
         total, distinct, clash, *identities = build.results()
         if clash:

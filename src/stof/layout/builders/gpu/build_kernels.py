@@ -121,7 +121,7 @@ def classify_tiles(
     if SOURCE == PROGRAM:
         source_ptr = numbers_ptr
         column = first_column + tl.arange(0, GROUP)
-        # Past the last column the last one stands in, and is left out again.
+        # Columns past the end are clamped to the last one; their results are discarded.
         kv0 = tl.minimum(column, columns - 1) * BLOCK_N
         last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
         last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1

@@ -13,7 +13,7 @@ from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
 
-# Programs of a kernel; masks of more are counted where their spans say.
+# Most programs of a kernel; larger masks are counted strip by strip.
 _MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
@@ -97,7 +97,7 @@ def _columns(head_mask: HeadMask, height: int, *, device: torch.device) -> tuple
     row_blocks, columns = head_mask.row_blocks(height), -(-kv_len // _COLUMNS)
     if row_blocks * columns > _MOST:
         return None
-    # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
+    # A dense mask numbers its entries by its heads; other masks need a number that `divmod` maps to (b, h).
     heads = h + 1 if mask.as_tensor(q_len, kv_len) is None else mask.heads
     source = source_of(mask, q_len, kv_len, heads, [head_mask.b * heads + h], device)
     if source is None:

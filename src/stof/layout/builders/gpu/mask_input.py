@@ -26,11 +26,11 @@ _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
 _CLEARED = 2**10
 # Numbers of a mailbox that is kept for the next build, and mailboxes that nobody uses.
 _MAILBOX_SIZE = 2**12
-# Polls of a mailbox, some 0.2 ms, before the host waits like everybody.
+# Polls of a mailbox, some 0.2 ms, before the host synchronises with the stream.
 _POLLS = 1000
 _free_mailboxes: list[PinnedMailbox] = []
-# Mailboxes of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
-# is given back is given to others at once.
+# Mailboxes of running builds. Those of failed builds stay: kernels may still write to them, and freed pinned memory
+# is reused at once.
 _in_use: set[PinnedMailbox] = set()
 
 # Devices whose Triton does not compile the kernels, or has none.

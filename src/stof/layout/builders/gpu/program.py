@@ -95,7 +95,7 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         least = low + none
         most = tl.minimum(high, size - 1) + none
         if op == _DISTANCE_REMAINDER:
-            # It falls from key to key: counted from the other end it rises.
+            # The remainder falls from key to key: counted from the other end it rises.
             remainder = size - 1 - (i - j + tl.load(code_ptr + 8)) % size
             least, most = size - 1 - most, size - 1 - least
         elif op == _GRID_COLUMN:
@@ -326,5 +326,5 @@ def draw_blocks(table_ptr, row, first, rows, key_blocks, picks, seed):
         for earlier in range(turn):
             taken = taken | (tl.load(row_ptr + earlier, mask=ok, other=0) == draw)
         tl.store(row_ptr + turn, tl.where(taken, top, draw), mask=ok)
-        # Later turns may read it by another thread.
+        # Another thread may read it in a later iteration.
         tl.debug_barrier()

@@ -12,7 +12,7 @@ from stof.layout.builders.gpu.program import draw_blocks, program_bits, run_of_b
 
 PROGRAM = tl.constexpr(input_kind.PROGRAM)
 QUADS = tl.constexpr(input_kind.QUADS)
-# Numbers that kernels take as they come.
+# Integer arguments that kernels are not specialised for.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
     "patterns", "first_number", "first_start",
@@ -95,7 +95,7 @@ def bits_of(
             at = (start + q.to(tl.int64) * stride_q) * 4 + tile_column * (BLOCK_N // 4) + quad
             exists = row_exists & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
             quad = tl.load(source_ptr + at, mask=exists, other=0)
-            # The lowest bit of each byte: whether any of its bits is set. Then these four side by side, at the top.
+            # Reduce each byte to its lowest bit, then move the four bits side by side, to the top.
             quad |= quad >> 4
             quad |= quad >> 2
             quad |= quad >> 1
