@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
+import inspect
 import json
 import re
 import runpy
@@ -19,6 +21,8 @@ SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *SITE]
 # Pages whose links are checked but whose code is not run.
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks" / "notes").glob("*.md"))]
+# Their public functions have examples in their docstrings.
+MODULES = ("stof", "stof.integrations.torch", "stof.integrations.transformers")
 GALLERY: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "draw_gallery.py"), run_name="gallery")
 
 
@@ -39,6 +43,34 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     code = "\n".join(blocks(page, "python"))
     exec(compile(code, str(page), "exec"), {"__name__": "docs"})
+
+
+def public_functions() -> dict[str, Any]:
+    """Functions that users call, by the path under which they import them; without those of `attention.py`."""
+    modules = [importlib.import_module(name) for name in MODULES]
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name in module.__all__
+        if inspect.isfunction(value := getattr(module, name)) and value.__module__ != "stof.attention"
+    }
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_examples_of_docstrings_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples of public functions print what they say."""
+    # Inductor takes a minute to compile these for a CPU; the page about `torch.compile` runs it.
+    backend = importlib.import_module("stof.integrations.torch.compile")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, inputs, options, digest: gm.forward)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    known = {"torch": torch, "nn": torch.nn, "stof": stof, "masks": stof.masks}
+    tests = doctest.DocTestFinder(recurse=False).find(public_functions()[name], name, globs=known)
+    assert any(test.examples for test in tests), f"{name} has no example"
+    printed: list[str] = []
+    for test in tests:
+        doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+    assert not printed, "".join(printed)
 
 
 def test_pages_with_examples_are_found() -> None:

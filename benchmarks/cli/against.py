@@ -24,7 +24,7 @@ def against(
     from rich.table import Table
 
     from benchmarks.attention.against import changes
-    from benchmarks.cli.attention import GPU_SHAPES
+    from benchmarks.cli.options import GPU_SHAPES
     from stof.cli.common import table_console
     from stof.errors import DeviceError
     from stof.testing.mask_grid import GRID, Shape, grid_mask

@@ -11,7 +11,7 @@ from benchmarks.cli.against import against
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search
-from benchmarks.cli.options import integers
+from benchmarks.cli.options import GPU_SHAPES, integers
 from benchmarks.cli.paper import paper
 from benchmarks.cli.start import start
 from stof.cli.common import CheckedCommand, Commands, device_of, must_be_writable, names, table_console
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
-GPU_SHAPES = "1,12,64,512 1,12,64,2048 1,12,64,4096 16,12,64,1024 1,32,128,8192 1,32,128,16384"
 _SHAPES = {"cpu": "1,12,64,4096", "cuda": GPU_SHAPES}
 _MASKS = "full causal window512 longformer bigbird strided dilated"
 _IMPLS = {

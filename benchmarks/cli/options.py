@@ -7,6 +7,9 @@ from stof.errors import ArgumentError, shown
 # What a number on a command line may be at most.
 _MOST = 2**31 - 1
 
+# Of the attention grid on a GPU, as options write them.
+GPU_SHAPES = "1,12,64,512 1,12,64,2048 1,12,64,4096 16,12,64,1024 1,32,128,8192 1,32,128,16384"
+
 
 def integers(name: str, text: str) -> list[int]:
     """Positive numbers separated by spaces.

@@ -26,7 +26,7 @@ from benchmarks.paper.masks import paper_masks
 from benchmarks.peers.mask_formats import MaskMod, WrittenMask
 from stof import masks
 from stof.errors import MissingDependencyError
-from stof.integrations.cuda_graph_runner import CudaGraphRunner
+from stof.integrations.torch.cuda_graphs import CudaGraphRunner
 from stof.tuning.timing import wall_us
 
 SIZES = ((1, 128), (8, 512), (16, 2048))

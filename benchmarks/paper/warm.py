@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from benchmarks.failures import first_line
+from benchmarks.paper.cells import cells_of
 from benchmarks.paper.experiment import Cell, Report
 
 # What these measure while they compile would be disturbed by other processes, and kept.
@@ -45,8 +46,6 @@ def warm_cells(
 
 @cache
 def _cells(parts: tuple[str, ...], models: str) -> list[Cell]:
-    from benchmarks.cli.paper import cells_of
-
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return cells_of(parts, models, device, lambda line: None)
 

@@ -40,8 +40,15 @@ __all__ = [
 def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """`model` compiled with backend "stof", its weights packed and its attention stof's; inference only.
 
-    Arguments, result and errors: `stof.integrations.torch_compile.optimize`.
+    Arguments, result and errors: `stof.integrations.torch.optimize`.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+        >>> compiled = stof.optimize(model)
+        >>> with torch.inference_mode():
+        ...     compiled(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
     """
     # By name: it lies above this layer, and `import stof` loads neither it nor what it needs.
-    compiled: nn.Module = import_module("stof.integrations.torch_compile").optimize(model, **options)
+    compiled: nn.Module = import_module("stof.integrations.torch").optimize(model, **options)
     return compiled

@@ -16,8 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli.attention import app
-from benchmarks.cli.paper import PARTS, cells_of, known_words, slug
+from benchmarks.cli.paper import PARTS, slug
 from benchmarks.paper import attention, charts, experiment, models, search, selector
+from benchmarks.paper.cells import cells_of, known_words
 from benchmarks.paper.experiment import KEY, Cell, Row, missing, open_file, run
 from benchmarks.paper.masks import neighborhoods, paper_masks, random_scores, z_order
 from benchmarks.peers.mask_formats import mask_mod

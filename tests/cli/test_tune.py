@@ -22,8 +22,9 @@ from stof.fusion.measure.model_comparison import SEARCHED
 from stof.fusion.planner.search_space import Progress
 from stof.fusion.records.lock_file import read_lock
 from stof.fusion.records.report import FusionReport
-from stof.integrations import compile_options, torch_compile
-from stof.integrations.torch_compile import CompileOptions
+from stof.integrations.torch import compile as torch_compile
+from stof.integrations.torch import compile_options
+from stof.integrations.torch.compile import CompileOptions
 from tests.fusion.test_segment_timer import Table
 
 MODULE = """

@@ -243,7 +243,7 @@ def test_a_folded_segment_alone_is_what_its_twin_computes() -> None:
 
 def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    from stof.integrations import torch_compile
+    from stof.integrations.torch import compile as torch_compile
     from tests.integrations import models
 
     monkeypatch.setattr(torch_compile, "_inductor", lambda gm, inputs, options, digest: gm.forward)

@@ -24,7 +24,7 @@ from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import GraphRecord, Records, Store
 from stof.fusion.templates.registry import Template
 from stof.fusion.templates.row_buckets import format_table
-from stof.integrations.torch_compile import CompileOptions
+from stof.integrations.torch.compile import CompileOptions
 from stof.runtime.files import DEVICE_DATA, write_checked
 from tests.fusion.graphs import RMSNorm, calls, capture
 from tests.fusion.test_segment_timer import Model, Table

@@ -187,7 +187,7 @@ def test_operator(normed: bool) -> None:
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_whole_model(fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    from stof.integrations import torch_compile
+    from stof.integrations.torch import compile as torch_compile
     from tests.integrations import models
 
     monkeypatch.setattr(torch_compile, "_inductor", lambda gm, inputs, options, digest: gm.forward)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stof
-from stof.integrations.cuda_graph_runner import MOST_RECORDED, CudaGraphRunner
+from stof.integrations.torch.cuda_graphs import MOST_RECORDED, CudaGraphRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 
 import stof
 from stof import masks
-from stof.integrations import cuda_graph_runner
-from stof.integrations.cuda_graph_runner import (
+from stof.integrations.torch import cuda_graphs
+from stof.integrations.torch.cuda_graphs import (
     MOST_RECORDED,
     CudaGraphRunner,
     CudaRecorder,
@@ -341,7 +341,7 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     for name in ("Stream", "current_stream", "synchronize", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(cuda_graph_runner, "captured", lambda call, *_: (MagicMock(), call()))
+    monkeypatch.setattr(cuda_graphs, "captured", lambda call, *_: (MagicMock(), call()))
 
 
 @pytest.mark.usefixtures("no_capture")

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 import stof
 from stof import masks
 from stof.fusion.templates.row_buckets import bucket_of
-from stof.integrations import torch_compile
-from stof.integrations.torch_compile import FusionReport
+from stof.integrations.torch import compile as torch_compile
+from stof.integrations.torch.compile import FusionReport
 from tests.integrations import models
 
 SIZES = ((2, 9), (3, 5), (4, 16), (5, 33), (2, 9))

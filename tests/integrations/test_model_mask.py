@@ -7,7 +7,7 @@ import torch
 
 from stof import masks
 from stof.handles import FULL
-from stof.layout.build.build import build_layout
+from stof.layout.builders.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.masks import Mask
 

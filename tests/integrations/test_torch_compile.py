@@ -21,8 +21,9 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
 from stof.fusion.planner.match import TemplateMatch
 from stof.fusion.planner.search_space import Progress
-from stof.integrations import compile_options, torch_compile
-from stof.integrations.torch_compile import CompileOptions, FusionReport, stof_backend
+from stof.integrations.torch import compile as torch_compile
+from stof.integrations.torch import compile_options
+from stof.integrations.torch.compile import CompileOptions, FusionReport, stof_backend
 from tests.integrations import models
 
 
@@ -105,7 +106,7 @@ def test_optimised_models_give_the_same_outputs(family: str) -> None:
     (report,) = reports
     assert report.notes == []
     assert templates(report) == PACKED[family]
-    assert stof.integrations.torch_compile.unpack_weights(model) > 0
+    assert stof.integrations.torch.unpack_weights(model) > 0
 
 
 @pytest.mark.parametrize("effort", ["none", "quick"])
@@ -262,6 +263,15 @@ def test_the_entry_point_gives_the_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(registry._COMPILER_FNS, "stof", raising=False)
     assert registry.lookup_backend("stof") is stof_backend
     registry._COMPILER_FNS.pop("stof")
+
+
+def test_documented_paths_of_version_0_2_are_the_same_objects() -> None:
+    from stof.integrations import compile_options as options_path
+    from stof.integrations import torch_compile as compile_path
+
+    assert compile_path.optimize is torch_compile.optimize
+    assert compile_path.unpack_weights is torch_compile.unpack_weights
+    assert options_path.CompileOptions is CompileOptions
 
 
 def test_training_is_refused() -> None:

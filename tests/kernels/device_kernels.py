@@ -51,12 +51,12 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.build.gpu import build
-    from stof.layout.build.gpu import build_kernels as kernels
-    from stof.layout.build.gpu import count as survey
-    from stof.layout.build.gpu import count_kernel as counting
-    from stof.layout.build.gpu import mask_input as source
-    from stof.layout.build.gpu import tile_bits as reading
+    from stof.layout.builders.gpu import build
+    from stof.layout.builders.gpu import build_kernels as kernels
+    from stof.layout.builders.gpu import count as survey
+    from stof.layout.builders.gpu import count_kernel as counting
+    from stof.layout.builders.gpu import mask_input as source
+    from stof.layout.builders.gpu import tile_bits as reading
 
     ints, i = "*i32", "i32"
     writing = {"num_warps": build._WRITERS}

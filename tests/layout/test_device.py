@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.build.gpu import build as device_build
-from stof.layout.build.gpu import mask_input as device_source
-from stof.layout.build.gpu.build import device_layout
-from stof.layout.build.gpu.count import device_columns, device_counts
+from stof.layout.builders.gpu import build as device_build
+from stof.layout.builders.gpu import mask_input as device_source
+from stof.layout.builders.gpu.build import device_layout
+from stof.layout.builders.gpu.count import device_columns, device_counts
 from stof.layout.compaction import column_use
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
@@ -38,7 +38,7 @@ def on_device(
 
 
 def by_torch(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
-    with mock.patch("stof.layout.build.build.device_layout", return_value=None):
+    with mock.patch("stof.layout.builders.build.device_layout", return_value=None):
         return build_layout(mask, q_len, kv_len, config, device=DEVICE, **sizes)
 
 
@@ -286,7 +286,7 @@ def test_several_patterns(name: str) -> None:
 @pytest.mark.parametrize("tiles", [4, 140])
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
     """Few bitmaps are numbered in one way, more of them in another."""
-    from stof.layout.build.gpu import build_kernels as kernels
+    from stof.layout.builders.gpu import build_kernels as kernels
 
     keep = torch.rand(16, 16 * tiles, generator=torch.Generator().manual_seed(0)) < 0.5
     mask, config = masks.from_dense(keep.to(DEVICE)), LayoutConfig(16, 16)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stof.errors import KernelError
-from stof.layout.build.gpu import mask_input as source
-from stof.layout.build.gpu.mask_input import on_device
+from stof.layout.builders.gpu import mask_input as source
+from stof.layout.builders.gpu.mask_input import on_device
 
 pytest.importorskip("triton")
 

@@ -97,7 +97,7 @@ def test_many_strips(monkeypatch: pytest.MonkeyPatch, slab: int | None) -> None:
     mask = masks.bigbird(20, 5) & masks.padding([300, 70])
     config = LayoutConfig(16, 32, slab)
     whole = build_layout(mask, 310, 333, config, batch=2)
-    monkeypatch.setattr("stof.layout.build.strips.STRIP_SCORES", 1)
+    monkeypatch.setattr("stof.layout.builders.strips.STRIP_SCORES", 1)
     pieces = build_layout(mask, 310, 333, config, batch=2)
     for name, tensor in whole.tensors().items():
         assert torch.equal(tensor, pieces.tensors()[name]), name

@@ -269,14 +269,14 @@ def test_orders_of_a_mask() -> None:
     assert mask.evaluations == 0
     assert book.rows(None) is None
     assert torch.equal(book.rows("remainder 4"), orders.by_remainder(256, 4))  # type: ignore[arg-type]
-    assert book.found() == CLUSTERED
+    assert book.searched_name() == CLUSTERED
     once = mask.evaluations
-    assert book.found() == CLUSTERED
+    assert book.searched_name() == CLUSTERED
     assert mask.evaluations == once
     assert_permutation(book.rows(CLUSTERED), 256)  # type: ignore[arg-type]
     known = RowOrders(masks.dilated_window(255, dilation=16), 256, 256, **sizes)
     assert known.names == ("remainder 16",)
-    assert known.found() is None  # nothing that the mask does not name itself
+    assert known.searched_name() is None  # nothing that the mask does not name itself
 
 
 @given(data=st.data())
@@ -305,4 +305,4 @@ def test_rows_in_order_keep_ranges_that_never_go_back(data: st.DataObject) -> No
 def test_no_order_is_searched_for_rows_that_stand_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "find_order", lambda *given, **named: pytest.fail("searched"))
     mask = masks.documents(cu_seqlens=[0, 5, 9, 40, 41, 64]) & masks.causal()
-    assert RowOrders(mask, 64, 64, batch=1, heads=1, device="cpu").found() is None
+    assert RowOrders(mask, 64, 64, batch=1, heads=1, device="cpu").searched_name() is None

@@ -18,7 +18,7 @@ from stof import LayoutConfig, masks
 from stof.errors import TooLargeError
 from stof.kernels.cpu import make_schedule
 from stof.layout import build_layout
-from stof.layout.build import strips
+from stof.layout.builders import strips
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import available_bytes, check_strip
 from stof.masks.index import Index

@@ -105,7 +105,7 @@ def test_counts_of_expressions(mask: Mask, q_len: int, wanted: list[LayoutConfig
 def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
     """Masks are evaluated as many rows at a time as all heights divide: here 128, and 384."""
     mask, wanted = masks.longformer(20, 3), [LayoutConfig(16, 32), LayoutConfig(64, 16, 1), LayoutConfig(128, 64, 8)]
-    monkeypatch.setattr("stof.layout.build.strips.STRIP_SCORES", 1)
+    monkeypatch.setattr("stof.layout.builders.strips.STRIP_SCORES", 1)
     for heights in (wanted, [*wanted, LayoutConfig(192, 128), LayoutConfig(192, 128, 16)], [LayoutConfig(192, 128)]):
         assert_counts(survey(mask, q_len, 830, heights), mask, q_len, 830, heights)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from stof import LayoutConfig, masks
 from stof.errors import MaskFunctionError
 from stof.layout import Layout, build_layout
-from stof.layout.build import closed_form as tiles
-from stof.layout.build import strips
+from stof.layout.builders import closed_form as tiles
+from stof.layout.builders import strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.examples import examples
@@ -26,7 +26,7 @@ configs = st.builds(LayoutConfig, st.sampled_from([16, 32, 64]), st.sampled_from
 
 def slow(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
     """Every score evaluated."""
-    with mock.patch("stof.layout.build.build.tiles_of", return_value=None):
+    with mock.patch("stof.layout.builders.build.tiles_of", return_value=None):
         return build_layout(mask, q_len, kv_len, config, **sizes)
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import stof
 from stof import masks
 from stof.errors import MaskError, MaskFunctionError, ShapeError
-from stof.layout.build.build import build_layout
+from stof.layout.builders.build import build_layout
 from stof.masks import Index, Mask, elementwise, functions, single_calls
 from stof.masks.gpu_program import programs_of
 from stof.testing import assert_attention, make_inputs

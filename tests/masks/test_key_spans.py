@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import build_layout
-from stof.layout.build import strips
+from stof.layout.builders import strips
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey
 from stof.masks import Mask

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stof import LayoutConfig, masks
-from stof.layout.build import host_first
+from stof.layout.builders import host_first
 from stof.masks import Mask
 from stof.selection import MaskGeometry
 

@@ -11,7 +11,7 @@ from stof import LayoutConfig, masks
 from stof.calibration.layout_alternatives import better_order, estimated
 from stof.layout.orders import by_remainder, by_z_order
 from stof.layout.orders.search import RowOrders
-from stof.selection import TokenOrder, token_order
+from stof.selection import TokenOrder, token_order_search
 from stof.selection.mask_geometry import MaskGeometry
 from stof.testing.mask_grid import Shape
 
@@ -86,7 +86,7 @@ def test_no_order_is_better(mask: masks.Mask) -> None:
 
 
 def test_what_would_take_long_is_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(token_order._MOST_SCORES, "cpu", 2048**2 - 1)
+    monkeypatch.setitem(token_order_search._MOST_SCORES, "cpu", 2048**2 - 1)
     monkeypatch.setattr(RowOrders, "regular", None)
     assert asked(GRID) is None
     assert asked(GRID, Shape(1, 12, 12, 64, 1024, 2048)) is None, "not the same tokens"

@@ -187,7 +187,7 @@ def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, Plan, KernelCho
     """The row orders there are under the default block sizes."""
     config = default_config(torch.device("cpu"))
     orders = RowOrders(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device="cpu")
-    clustered = orders.found()
+    clustered = orders.searched_name()
     listed = []
     for name in (None, *orders.names, *(() if clustered is None else (clustered,))):
         plan = make_plan(

@@ -92,7 +92,7 @@ def draw_picture(
     size = _panel_size(layout, 1 + len(shown))
     pixels = _pixels(layout.q_len, size.height), _pixels(layout.kv_len, size.width)
     rasters = [rasterize(each, *pixels, pattern=pattern) for each in shown]
-    # An own figure and canvas: pyplot's global state and backend stay as the caller has them.
+    # A figure and canvas without pyplot, whose global state and backend belong to the caller.
     across, down = size.figure
     figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)

@@ -353,6 +353,15 @@ def dynamic_plan(
         MaskError: a mask of another kind, or (not on a GPU) one that means nothing.
         ShapeError: the mask does not fit the lengths, batch or heads.
         ArgumentError: a density outside 0 to 1, or more room than a plan can hold.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 256, 32)
+        >>> scores = torch.randn(1, 4, 4, 4)  # of 64 x 64 blocks
+        >>> plan = stof.dynamic_plan(masks.block_topk(scores, 2, causal=True), 256, heads=4)
+        >>> out = stof.attention(q, k, v, plan)
+        >>> plan.update(masks.block_topk(-scores, 2, causal=True))  # the next step's mask
+        >>> stof.attention(q, k, v, plan).shape
+        torch.Size([1, 4, 256, 32])
     """
     mask = _runtime_mask(mask)
     kv_len = q_len if kv_len is None else kv_len

@@ -3,5 +3,5 @@
     report = fuse(graph_module)                      # by rule; the graph Dynamo captured is rewritten in place
     report = fuse(graph_module, Search(timer, 60.0))  # by measuring
 
-`pipeline.fuse` puts the parts together, `stof.integrations.torch_compile` is the backend of `torch.compile` around it.
+`pipeline.fuse` puts the parts together, `stof.integrations.torch` is the backend of `torch.compile` around it.
 """

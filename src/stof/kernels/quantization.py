@@ -33,6 +33,12 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ShapeError, DtypeError: not four dimensions, or no floating-point tensor.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 256, 128)
+        >>> (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(stof.quantise_heads, (q, k, v))
+        >>> stof.attention(q8, k8, v8, masks.causal(), scales=(q_scale, k_scale, v_scale)).dtype
+        torch.bfloat16
     """
     if not isinstance(x, Tensor):
         raise DtypeError(f"x is a torch.Tensor, got {type(x).__name__}")

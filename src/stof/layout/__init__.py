@@ -1,7 +1,7 @@
 """Layouts: a mask compiled to row blocks, tiles and bitmaps (see `Layout`)."""
 
 from stof.layout import orders
-from stof.layout.build.build import build_layout
+from stof.layout.builders.build import build_layout
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 from stof.layout.statistics import LayoutStatistics, statistics

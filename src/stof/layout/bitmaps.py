@@ -46,8 +46,8 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
 
 def live_columns(bitmaps: Tensor, columns: int) -> Tensor:
     """Bool `[U, columns]`: columns that some row of a bitmap `[U, rows, W]` keeps."""
-    found = [unpack(piece, columns).any(1) for piece in pieces(bitmaps)]
-    return torch.cat(found) if found else torch.zeros(0, columns, dtype=torch.bool, device=bitmaps.device)
+    live = [unpack(piece, columns).any(1) for piece in pieces(bitmaps)]
+    return torch.cat(live) if live else torch.zeros(0, columns, dtype=torch.bool, device=bitmaps.device)
 
 
 def pieces(bitmaps: Tensor) -> list[Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stof.errors import MaskFunctionError
 from stof.layout import bitmaps as bits
-from stof.layout.build.closed_form import Tiles
-from stof.layout.build.gpu.count import device_columns
-from stof.layout.build.strips import SPAN, strips
+from stof.layout.builders.closed_form import Tiles
+from stof.layout.builders.gpu.count import device_columns
+from stof.layout.builders.strips import SPAN, strips
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 
@@ -74,22 +74,22 @@ def is_worthwhile(contiguous: int, packed: int) -> bool:
     return packed <= _WORTH * contiguous
 
 
-def column_use(own: HeadMask, block_m: int) -> ColumnUse:
+def column_use(head_mask: HeadMask, block_m: int) -> ColumnUse:
     """The columns that row blocks of `block_m` rows see."""
-    if own.order is None and own.device.type == "cuda":
-        told = device_columns(own, block_m)
+    if head_mask.order is None and head_mask.device.type == "cuda":
+        told = device_columns(head_mask, block_m)
         if told is not None:
             return ColumnUse(*told)
     some, every = [], []
-    for strip in strips(own, block_m):
+    for strip in strips(head_mask, block_m):
         kept = strip.keep.sum(1, dtype=torch.int32)
-        found = torch.stack([kept > 0, kept == strip.valid_rows[:, None]])
+        sees = torch.stack([kept > 0, kept == strip.valid_rows[:, None]])
         if strip.spans is not None:
             within = torch.arange(SPAN, device=kept.device)
             keys = (strip.spans[:, None] * SPAN + within).flatten()[: kept.shape[1]]
-            found = found.new_zeros(2, len(kept), own.kv_len).index_copy_(2, keys, found)
-        some.append(found[0])
-        every.append(found[1])
+            sees = sees.new_zeros(2, len(kept), head_mask.kv_len).index_copy_(2, keys, sees)
+        some.append(sees[0])
+        every.append(sees[1])
     return ColumnUse(torch.cat(some), torch.cat(every))
 
 
@@ -135,15 +135,15 @@ def _tiled(columns: Tensor, block_n: int) -> Tensor:
     return padded.unflatten(1, (-1, block_n))
 
 
-def compacted_tiles(own: HeadMask, config: LayoutConfig) -> Tiles | None:
+def compacted_tiles(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
     """The fields of `build.Pattern`; None where no column is compacted.
 
     Slots of a listed tile stay unused for columns that its row block does not take from the list, and past its end.
     """
     block_m, block_n = config.block_m, config.block_n
-    if not is_searched(own.row_blocks(block_m), own.kv_len):
+    if not is_searched(head_mask.row_blocks(block_m), head_mask.kv_len):
         return None
-    use = column_use(own, block_m)
+    use = column_use(head_mask, block_m)
     compaction = find_compaction(use.some, block_n)
     if compaction is None:
         return None
@@ -153,34 +153,34 @@ def compacted_tiles(own: HeadMask, config: LayoutConfig) -> Tiles | None:
     ranks = (2 * row + whole).argsort(stable=True)
     row, number, partial = row[ranks], number[ranks], ~whole[ranks]
     aligned = torch.arange(compaction.in_place.shape[1] * block_n, device=row.device)
-    aligned = torch.where(aligned < own.kv_len, aligned, -1)
+    aligned = torch.where(aligned < head_mask.kv_len, aligned, -1)
     keys = torch.nn.functional.pad(compaction.keys, (0, -len(compaction.keys) % block_n), value=-1)
     columns = torch.cat([aligned, keys]).view(-1, block_n)[number]
     place = number - compaction.in_place.shape[1]
     taken = compaction.listed[row, place.clamp(min=0)] | (place < 0)[:, None]
     columns = torch.where(taken, columns, -1)
     rows = row[partial][:, None] * block_m + torch.arange(block_m, device=row.device)
-    if own.order is not None:
-        rows = torch.where(rows < own.q_len, own.order[rows.clamp(max=own.q_len - 1)], -1)
-    bitmaps = _bitmaps(own, rows, columns[partial])
+    if head_mask.order is not None:
+        rows = torch.where(rows < head_mask.q_len, head_mask.order[rows.clamp(max=head_mask.q_len - 1)], -1)
+    bitmaps = _bitmaps(head_mask, rows, columns[partial])
     return some.sum(1), (some & ~every).sum(1), columns, partial, bitmaps
 
 
-def _bitmaps(own: HeadMask, rows: Tensor, columns: Tensor) -> Tensor:
+def _bitmaps(head_mask: HeadMask, rows: Tensor, columns: Tensor) -> Tensor:
     """Bitmaps `[t, block_m, words]` of original rows `[t, block_m]` and columns `[t, block_n]`; -1 keeps nothing."""
     step = max(1, _AT_ONCE // (rows.shape[1] * columns.shape[1]))
     packed = [rows.new_empty(0, rows.shape[1], bits.words(columns.shape[1]), dtype=torch.int32)]
     for q, kv in zip(rows.split(step), columns.split(step), strict=True):
         if len(q):
-            packed.append(bits.pack(_kept(own, q, kv)))
+            packed.append(bits.pack(_kept(head_mask, q, kv)))
     return torch.cat(packed)
 
 
-def _kept(own: HeadMask, q: Tensor, kv: Tensor) -> Tensor:
+def _kept(head_mask: HeadMask, q: Tensor, kv: Tensor) -> Tensor:
     """`HeadMask.evaluate`, one rectangle after the other for functions that do not take several."""
     try:
-        return own.evaluate(q, kv)
+        return head_mask.evaluate(q, kv)
     except MaskFunctionError:
         if len(q) == 1:
             raise
-        return torch.cat([own.evaluate(*one) for one in zip(q.split(1), kv.split(1), strict=True)])
+        return torch.cat([head_mask.evaluate(*one) for one in zip(q.split(1), kv.split(1), strict=True)])

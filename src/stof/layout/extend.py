@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.layout.build.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
+from stof.layout.builders.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.masks import Mask
@@ -71,8 +71,8 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):
         for h in range(layout.mask_heads):
-            own = HeadMask(mask, q_len, kv_len, b, h, None, layout.device)
-            if not bool(own.tile_bounds(old, new).empty.all()):
+            head_mask = HeadMask(mask, q_len, kv_len, b, h, None, layout.device)
+            if not bool(head_mask.tile_bounds(old, new).empty.all()):
                 return False
     return True
 
@@ -104,7 +104,7 @@ def _joined(
         numbers += [bitmap[bitmap >= 0], torch.arange(len(new.bitmaps), device=layout.device) + known]
         known += len(new.bitmaps)
     joined = Pattern.join(parts)
-    # Bitmaps of the last, unfinished row block may be used no more.
+    # Bitmaps of the last, unfinished row block may have no more users.
     number = torch.cat(numbers)
     used, number = number.unique(return_inverse=True)
     candidates = torch.cat([layout.bitmaps, *(new.bitmaps for _, new in distinct)])[used]

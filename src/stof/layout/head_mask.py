@@ -46,8 +46,8 @@ class HeadMask:
 
     def tile_bounds(self, q: Range, kv: Range) -> TileBounds:
         """Bounds of the rectangles that these ranges span, on their device."""
-        found = self.mask.tile_bounds(self.index(q, kv))
-        return TileBounds(found.empty.to(q.device), found.full.to(q.device))
+        bounds = self.mask.tile_bounds(self.index(q, kv))
+        return TileBounds(bounds.empty.to(q.device), bounds.full.to(q.device))
 
     def evaluate(self, q: Tensor, kv: Tensor) -> Tensor:
         """bool `[T, Q, K]`: scores of T rectangles of original rows `[T, Q]` and keys `[T, K]`.

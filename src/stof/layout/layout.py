@@ -88,12 +88,12 @@ class Layout:
 
     def equals(self, other: Layout) -> bool:
         """Whether both keep the same scores by the same tiles."""
-        own, theirs = self.tensors(), other.tensors()
+        tensors, other_tensors = self.tensors(), other.tensors()
         sizes = [(x.q_len, x.kv_len, x.config) for x in (self, other)]
         return (
             sizes[0] == sizes[1]
-            and own.keys() == theirs.keys()
-            and all(torch.equal(tensor, theirs[name]) for name, tensor in own.items())
+            and tensors.keys() == other_tensors.keys()
+            and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
         )
 
     def tile_row_block(self) -> Tensor:
@@ -142,7 +142,7 @@ class Layout:
     def to_dense(self) -> Tensor:
         """The mask back as bool `[mask_batch, mask_heads, q_len, kv_len]`; exact inverse of building."""
         block_m, block_n = self.config.block_m, self.config.block_n
-        # One spare row and column swallow the writes of padding.
+        # One spare row and column take the writes of padding.
         dense = torch.zeros(self.patterns, self.q_len + 1, self.kv_len + 1, dtype=torch.bool, device=self.device)
         owner = self.tile_row_block()
         rows = self.rows().view(-1, block_m)
@@ -192,7 +192,7 @@ class Layout:
         keys[owner, torch.arange(len(numbers), device=slots.device) - first[owner]] = torch.remainder(
             numbers, self.kv_len
         )
-        # Where the tile would begin by each column that it uses: the same place by all of them.
+        # Each used column implies a place where the tile begins; in a tile cut from the list all of them agree.
         begins = torch.zeros_like(slots)
         begins[used] = place - first[pattern.repeat_interleave(used.sum(1))] - used.nonzero()[:, 1]
         begin = torch.div(begins.sum(1), used.sum(1).clamp(min=1), rounding_mode="floor")
@@ -245,7 +245,7 @@ def _shape_problems(layout: Layout) -> list[str]:
     for name, tensor in layout.tensors().items():
         dtype, shape = wanted[name]
         fits = len(shape) == tensor.ndim and all(
-            size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+            size in (None, actual) for size, actual in zip(shape, tensor.shape, strict=True)
         )
         if tensor.dtype != dtype or not fits:
             problems.append(f"{name} is {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

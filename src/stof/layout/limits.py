@@ -36,45 +36,45 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    found = []
+    limits = []
     try:
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" where there is no limit
+        limits += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" where there is no limit
     except (OSError, ValueError, AttributeError):
         pass  # another system
-    return min(found, default=2**63 - 1)
+    return min(limits, default=2**63 - 1)
 
 
-def check_tiles(own: HeadMask, config: LayoutConfig) -> None:
+def check_tiles(head_mask: HeadMask, config: LayoutConfig) -> None:
     """Raise where tiles that a mask certainly has take more memory than there is.
 
     Raises:
         TooLargeError: they do.
     """
-    row_blocks, tile_columns = own.row_blocks(config.block_m), -(-own.kv_len // config.block_n)
+    row_blocks, tile_columns = head_mask.row_blocks(config.block_m), -(-head_mask.kv_len // config.block_n)
     if row_blocks * tile_columns <= _SMALL:
         return
-    tiles = _tiles_at_least(own, config)
+    tiles = _tiles_at_least(head_mask, config)
     # Numbers of 8 bytes while it is built: of each tile 8, and its columns twice; of each row block 4.
     needed = tiles * 8 * (8 + 2 * config.slabs_per_tile) + row_blocks * 32
-    if needed > available_bytes(own.device) or max(tiles, row_blocks) > _MOST_NUMBERS:
-        what = f"the layout of {own.q_len:,} queries and {own.kv_len:,} keys has at least {tiles:,} tiles"
-        raise _too_large(what, needed, own.device)
+    if needed > available_bytes(head_mask.device) or max(tiles, row_blocks) > _MOST_NUMBERS:
+        what = f"the layout of {head_mask.q_len:,} queries and {head_mask.kv_len:,} keys has at least {tiles:,} tiles"
+        raise _too_large(what, needed, head_mask.device)
 
 
-def check_strip(own: HeadMask, rows: int, columns: int) -> None:
+def check_strip(head_mask: HeadMask, rows: int, columns: int) -> None:
     """Raise where some rows and columns of a mask cannot be evaluated at once.
 
     Raises:
         TooLargeError: they take more memory than there is.
     """
     needed = rows * columns * _BYTES_OF_SCORE
-    if rows * columns > _SMALL_STRIP and needed > available_bytes(own.device):
+    if rows * columns > _SMALL_STRIP and needed > available_bytes(head_mask.device):
         tiles = -(-rows * columns // LayoutConfig().block_m // LayoutConfig().block_n)
         what = f"{rows} queries, which are evaluated at once, may see {columns:,} keys in {tiles:,} tiles"
-        raise _too_large(what, needed, own.device)
+        raise _too_large(what, needed, head_mask.device)
 
 
 def check_numbers(config: LayoutConfig, tiles: int, bitmaps: int, device: torch.device) -> None:
@@ -104,20 +104,20 @@ def allocator_errors() -> Iterator[None]:
         raise TooLargeError(f"the plan takes more memory than there is; {_ADVICE}. PyTorch says: {error}") from error
 
 
-def _tiles_at_least(own: HeadMask, config: LayoutConfig) -> int:
+def _tiles_at_least(head_mask: HeadMask, config: LayoutConfig) -> int:
     """Tiles of large rectangles that keep every score; as many scores take as many tiles in any row order."""
-    rows, columns = own.row_blocks(config.block_m), -(-own.kv_len // config.block_n)
+    rows, columns = head_mask.row_blocks(config.block_m), -(-head_mask.kv_len // config.block_n)
     down = min(rows, max(round(_RECTANGLES**0.5), _RECTANGLES // columns))
-    q, q_stop = _cut(rows, down, own.device)
-    kv, kv_stop = _cut(columns, _RECTANGLES // down, own.device)
+    q, q_stop = _cut(rows, down, head_mask.device)
+    kv, kv_stop = _cut(columns, _RECTANGLES // down, head_mask.device)
     q_range, kv_range = (
         Range((first * size).view(shape), (stop * size).clamp(max=length).view(shape) - 1)
         for first, stop, size, length, shape in (
-            (q, q_stop, config.block_m, own.q_len, (1, 1, -1, 1)),
-            (kv, kv_stop, config.block_n, own.kv_len, (1, 1, 1, -1)),
+            (q, q_stop, config.block_m, head_mask.q_len, (1, 1, -1, 1)),
+            (kv, kv_stop, config.block_n, head_mask.kv_len, (1, 1, 1, -1)),
         )
     )
-    full = own.tile_bounds(q_range, kv_range).full.expand(1, 1, len(q), len(kv))[0, 0]
+    full = head_mask.tile_bounds(q_range, kv_range).full.expand(1, 1, len(q), len(kv))[0, 0]
     return int(((q_stop - q)[:, None] * (kv_stop - kv))[full].sum())
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stof.layout.build.build import checked_order
-from stof.layout.build.gpu.count import SlabCounts, device_counts
-from stof.layout.build.strips import strips
+from stof.layout.builders.build import checked_order
+from stof.layout.builders.gpu.count import SlabCounts, device_counts
+from stof.layout.builders.strips import strips
 from stof.layout.compaction import column_use, compaction_counts, find_compaction, is_searched, is_worthwhile
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
@@ -93,7 +93,7 @@ def survey(
         geometries: block sizes to count.
     """
     asked = set(geometries)
-    # Tiles are contiguous where nothing is compacted. Columns gathered singly tell how much there is to gain.
+    # Without compaction tiles are contiguous. Columns gathered one by one bound what compaction can save.
     compacting = sorted((g for g in asked if g.compact_columns), key=lambda g: (g.block_m * g.block_n, g.block_m))
     others = {replace(g, compact_columns=False) for g in compacting[:1]} | {g.contiguous() for g in compacting}
     wanted = sorted(
@@ -105,7 +105,7 @@ def survey(
     distinct = list(dict.fromkeys(ids))
     counted = [divmod(ids.index(one), mask_heads) for one in distinct]
     row = [distinct.index(one) for one in ids]
-    found = None
+    device_counted = None
     where = torch.device(device)
     if order is None and where.type == "cuda":
         entries = [b * mask_heads + h for b, h in counted]
@@ -113,12 +113,14 @@ def survey(
         slabs = device_counts(mask, q_len, kv_len, heights, mask_heads, entries, device=where)
         if slabs is not None:
             tiles = {geometry: TileCounts(*tiles_of_slabs(slabs, geometry)) for geometry in wanted}
-            found = tiles, slabs.kept.long()
+            device_counted = tiles, slabs.kept.long()
     of_heads = [HeadMask(mask, q_len, kv_len, b, h, order, where) for b, h in counted]
-    counts, kept = _strip_counts(of_heads, wanted) if found is None else found
+    counts, kept = _strip_counts(of_heads, wanted) if device_counted is None else device_counted
     counts |= _compacted_counts(of_heads, counts, compacting, always=len(compacting) == len(asked))
     counts = {
-        g: TileCounts(own.partial[row], own.full[row], own.compacted_keys) for g, own in counts.items() if g in asked
+        g: TileCounts(each.partial[row], each.full[row], each.compacted_keys)
+        for g, each in counts.items()
+        if g in asked
     }
     return Survey(counts, kept[row], mask_batch, mask_heads)
 
@@ -128,25 +130,25 @@ def _compacted_counts(
 ) -> dict[LayoutConfig, TileCounts]:
     """Tiles with compacted columns, given the contiguous ones, and those gathered singly of the first geometry."""
     plain = {geometry: counts[geometry.contiguous()] for geometry in compacting}
-    found = {geometry: TileCounts(own.partial.clone(), own.full.clone()) for geometry, own in plain.items()}
-    # What tall row blocks see, low ones tell.
+    with_lists = {geometry: TileCounts(tiles.partial.clone(), tiles.full.clone()) for geometry, tiles in plain.items()}
+    # What tall row blocks see follows from what low ones see: evaluate once, at the common divisor of the heights.
     height = math.gcd(*(geometry.block_m for geometry in compacting))
     if not compacting or not is_searched(of_heads[0].row_blocks(height), of_heads[0].kv_len):
-        return found
+        return with_lists
     for n, one in enumerate(of_heads):
         both = (counts[how] for how in (compacting[0].contiguous(), replace(compacting[0], compact_columns=False)))
         if not always and not is_worthwhile(*(int((each.partial[n] + each.full[n]).sum()) for each in both)):
             continue
         use = column_use(one, height)
         for geometry in compacting:
-            own = use.joined(geometry.block_m // height)
-            compaction = find_compaction(own.some, geometry.block_n)
+            columns_used = use.joined(geometry.block_m // height)
+            compaction = find_compaction(columns_used.some, geometry.block_n)
             if compaction is not None:
-                tiles = found[geometry]
-                tiles.partial[n], tiles.full[n] = compaction_counts(own, compaction)
+                tiles = with_lists[geometry]
+                tiles.partial[n], tiles.full[n] = compaction_counts(columns_used, compaction)
                 compacted = -(-len(compaction.keys) // geometry.block_n) * geometry.block_n
-                found[geometry] = replace(tiles, compacted_keys=max(compacted, tiles.compacted_keys))
-    return found
+                with_lists[geometry] = replace(tiles, compacted_keys=max(compacted, tiles.compacted_keys))
+    return with_lists
 
 
 def _strip_counts(
@@ -155,7 +157,7 @@ def _strip_counts(
     """Tiles of each geometry and scores of each row `[heads, q_len]`, by evaluating the masks strip by strip."""
     rows_of_strip = math.lcm(64, *(g.block_m for g in wanted))
     kept: list[Tensor] = []
-    found: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
+    tiles_of_strips: dict[LayoutConfig, list[tuple[Tensor, Tensor]]] = {geometry: [] for geometry in wanted}
     for one in of_heads:
         for strip in strips(one, rows_of_strip):
             kept.append(strip.keep.sum(-1, dtype=torch.int32).flatten())
@@ -166,10 +168,10 @@ def _strip_counts(
                 rows = (strip.valid_rows[:, None] - first).clamp(0, block_m).flatten()
                 for geometry in wanted:
                     if geometry.block_m == block_m:
-                        found[geometry].append(_count(per_column, rows, geometry))
+                        tiles_of_strips[geometry].append(_count(per_column, rows, geometry))
     q_len, padded = of_heads[0].q_len, of_heads[0].row_blocks(rows_of_strip) * rows_of_strip
     counts = {}
-    for geometry, parts in found.items():
+    for geometry, parts in tiles_of_strips.items():
         blocks = of_heads[0].row_blocks(geometry.block_m)
         partial, full = (torch.cat(kind).view(len(of_heads), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
         counts[geometry] = TileCounts(partial, full)
@@ -202,8 +204,8 @@ def _count(per_column: Tensor, rows: Tensor, geometry: LayoutConfig) -> tuple[Te
 
 def tiles_of_slabs(slabs: SlabCounts, geometry: LayoutConfig) -> tuple[Tensor, Tensor]:
     """The same, int64 `[masks, row blocks]`, from slabs counted before."""
-    found = slabs.slabs[geometry.block_m][:, :, geometry.slab_columns.bit_length() - 1].long()
-    return _tiles(found[..., 0], found[..., 1], geometry.slabs_per_tile)
+    slab_counts = slabs.slabs[geometry.block_m][:, :, geometry.slab_columns.bit_length() - 1].long()
+    return _tiles(slab_counts[..., 0], slab_counts[..., 1], geometry.slabs_per_tile)
 
 
 def _tiles(needed: Tensor, full: Tensor, per_tile: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A program is a list of instructions for a stack of truth values, in postfix order: every named pattern is a few tests of
 the form `low <= x <= high`, where x comes from the query and key positions by one of the operations below. One compiled
-kernel serves all masks that can be written so; see `stof.layout.build.gpu`.
+kernel serves all masks that can be written so; see `stof.layout.builders.gpu`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from stof.selection.select import (
     refusals,
     weighed,
 )
-from stof.selection.token_order import TokenOrder, better_token_order
+from stof.selection.token_order import TokenOrder
+from stof.selection.token_order_search import better_token_order
 
 __all__ = [
     "IMPLEMENTATIONS",

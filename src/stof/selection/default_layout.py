@@ -36,7 +36,7 @@ def own_layout(
         orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         others = [built(layout.config, orders.rows(name)) for name in orders.names]
         if not any(_denser(other, layout) for other in others):
-            clustered = orders.found()
+            clustered = orders.searched_name()
             others += [] if clustered is None else [built(layout.config, orders.rows(clustered))]
         best = min(others, key=lambda other: statistics(other).computed, default=layout)
         if _denser(best, layout):

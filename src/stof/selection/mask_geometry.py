@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from stof.layout import Layout, LayoutConfig, build_layout
-from stof.layout.build.host_first import host_mask
+from stof.layout.builders.host_first import host_mask
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
@@ -85,7 +85,7 @@ class MaskGeometry(Geometry):
         return RowOrders(mask, self.q_len, self.kv_len, batch=self.batch, heads=self.heads, device=place)
 
     def found_order(self) -> str | None:
-        return self.orders.found()
+        return self.orders.searched_name()
 
     def build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         """The layout under some block sizes and a row order by its name."""

@@ -89,7 +89,7 @@ class Expected:
         q_len, device = problem.shape.q_len, problem.device
         rows = torch.arange(q_len, device=device)
         if q_len > most_rows:
-            # The ends hold what goes wrong first: global rows, and tiles that stick out.
+            # Errors show first at both ends: global rows, and tiles that reach past the last row.
             ends = min(64, most_rows // 4)
             drawn = torch.randperm(q_len - 2 * ends, generator=torch.Generator().manual_seed(0)) + ends
             some = drawn[: most_rows - 2 * ends].sort().values.to(device)

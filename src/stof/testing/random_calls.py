@@ -173,8 +173,8 @@ def _random_tensor(
     draw: random.Random, batch: int, heads: int, q_len: int, kv_len: int, block: int, device: torch.device
 ) -> Mask:
     """Random scores, or random blocks of scores, by batch entry and head or not."""
-    own = (draw.choice([1, batch]), draw.choice([1, heads]))
-    shape = (*own, -(-q_len // block), -(-kv_len // block))
+    mask_sizes = (draw.choice([1, batch]), draw.choice([1, heads]))
+    shape = (*mask_sizes, -(-q_len // block), -(-kv_len // block))
     keep = torch.rand(shape, generator=_generator(draw), device="cpu") < draw.choice([0.02, 0.2, 0.5, 0.95])
     keep = keep.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :q_len, :kv_len]
     return masks.from_dense(keep.to(device))

@@ -257,7 +257,7 @@ class PackedCall:
             self._warned = True
             warnings.warn(
                 "weights that one GEMM reads do not lie together any more and are copied together in each call; "
-                "stof.integrations.torch_compile.pack_weights(model) packs them again",
+                "stof.integrations.torch.pack_weights(model) packs them again",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -86,6 +86,13 @@ def pack_weights(model: nn.Module) -> Packing:
     lie apart again. Left alone are weights that share memory with others (tied), that are no plain tensors (quantized)
     or have no memory (offloaded), and layers that are not plain `nn.Linear`: with hooks, parametrizations, or a
     `forward` of their own.
+
+    Examples:
+        >>> from stof.integrations.torch import pack_weights
+        >>> names = ("q_proj", "k_proj", "v_proj")
+        >>> attention = nn.ModuleDict({name: nn.Linear(16, 16) for name in names})
+        >>> pack_weights(attention).packed
+        [('q_proj', 'k_proj', 'v_proj')]
     """
     # Tensors of one memory, and a layer that several modules hold, count for each.
     children = (child for module in model.modules() for child in entries_of(module)[0].values())
@@ -112,7 +119,16 @@ def pack_weights(model: nn.Module) -> Packing:
 
 
 def unpack_weights(model: nn.Module) -> int:
-    """Give the weights of each packed layer of `model` memory of their own again; return how many layers there were."""
+    """Give the weights of each packed layer of `model` memory of their own again; return how many layers there were.
+
+    Examples:
+        >>> from stof.integrations.torch import pack_weights, unpack_weights
+        >>> names = ("q_proj", "k_proj", "v_proj")
+        >>> attention = nn.ModuleDict({name: nn.Linear(16, 16) for name in names})
+        >>> packing = pack_weights(attention)
+        >>> unpack_weights(attention)
+        3
+    """
     layers = {layer for _, group in _groups(model) for layer in group if _is_packed(layer.weight)}
     for parameter in (parameter for layer in layers for parameter in layer.parameters() if _is_packed(parameter)):
         with torch.inference_mode(parameter.is_inference()), torch.no_grad():

@@ -28,12 +28,12 @@ except ImportError as error:
 from stof.handles import FULL
 from stof.integrations.transformers.attention import attention_forward
 from stof.integrations.transformers.forward_inspection import hands_mask_on
-from stof.integrations.transformers.layer_mask import NAME
-from stof.integrations.transformers.masks import make_mask
+from stof.integrations.transformers.mask_interface import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import cache_of, watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
+from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
 
 __all__ = [
@@ -63,6 +63,14 @@ def enable(model: nn.Module) -> nn.Module:
 
     Raises:
         UnsupportedError: a part of the model has attention code of its own; all are as before.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.enable(model).config._attn_implementation
+        'stof'
     """
     check_can_serve(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -91,15 +99,23 @@ def disable(model: nn.Module) -> nn.Module:
 
     Returns:
         the model.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.disable(stof_hf.enable(model)).config._attn_implementation
+        'sdpa'
     """
     check_module(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
-    # A part passes its own on to those within it, so these come after it.
+    # Setting a part also sets the parts within it, so those follow.
     for part, implementation in zip(parts, before, strict=True):
         if implementation == NAME:
-            own = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
-            part.set_attn_implementation(getattr(part, "_stof_before", own))
+            default = "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
+            part.set_attn_implementation(getattr(part, "_stof_before", default))
         elif part.config._attn_implementation != implementation:
             part.set_attn_implementation(implementation)
     return model
@@ -115,8 +131,8 @@ def _mark_unpadded_call(
     """
     given = (kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs))
     tokens = args[0] if args else kwargs.get("input_ids")
-    own = module.config._attn_implementation == NAME  # type: ignore[union-attr]
-    if not own or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
+    runs_stof = module.config._attn_implementation == NAME  # type: ignore[union-attr]
+    if not runs_stof or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
         return None
     batch, length = tokens.shape
     whole = ModelMask(
@@ -130,6 +146,13 @@ def register() -> None:
 
     Raises:
         MissingDependencyError: the installed transformers hands mask functions other arguments.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import AttentionInterface
+        >>> stof_hf.register()
+        >>> AttentionInterface()["stof"] is stof_hf.attention_forward
+        True
     """
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise MissingDependencyError(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from stof.attention import attention
 from stof.errors import ShapeError, UnsupportedError
 from stof.handles import FULL, is_full
-from stof.integrations.transformers.given_masks import check_scores, check_window
-from stof.integrations.transformers.layer_mask import mask_of_call
+from stof.integrations.transformers.mask_validation import check_scores, check_window
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
+from stof.integrations.transformers.sparse_mask import mask_of_call
 from stof.masks import causal, from_dense
 
 
@@ -50,6 +50,13 @@ def attention_forward(
         UnsupportedError: attention dropout, attention weights, or something else is asked for that stof does not read:
             a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> q, k, v = torch.randn(3, 1, 4, 40, 16)
+        >>> out, weights = stof_hf.attention_forward(nn.Module(), q, k, v, stof_hf.make_mask(1, 40, 40))
+        >>> out.shape
+        torch.Size([1, 40, 4, 16])
     """
     _refuse_dropout(dropout)
     refuse_attention_weights(kwargs.get("output_attentions"))
@@ -59,7 +66,7 @@ def attention_forward(
     sparse = mask_of_call(module)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     nan = None
-    if mask.exact_nan:  # the check of packing, to which sparse masks do not matter
+    if mask.exact_nan:  # the packing check ignores sparse masks
         sparse, nan = None, mask.queries_with_nan(query, key, value)
         query, key, value = query.nan_to_num(), key.nan_to_num(), value.nan_to_num()
     if sparse is not None:

@@ -33,7 +33,7 @@ def hands_mask_on(model: type) -> bool:
         return False
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     others = {node.id for node in names if node.id.startswith("create_") and not _makes_masks(node.id)}
-    if others - {"create_bidirectional_mask"}:  # that one is for the encoder's
+    if others - {"create_bidirectional_mask"}:  # which makes the mask of the encoder's states
         return False
     copies = _other_names(tree)
     reads = [node for node in names if node.id == _NAME or node.id in copies]
@@ -65,23 +65,23 @@ def _called(call: ast.Call) -> str:
 
 def _handed_on(tree: ast.AST) -> set[ast.AST]:
     """Places where a name is handed to the function that makes masks, or only looked at."""
-    found: set[ast.AST] = set()
+    places: set[ast.AST] = set()
     for node in ast.walk(tree):
         match node:
             case ast.Call() if _makes_masks(_called(node)):
-                found.update(node.args, (word.value for word in node.keywords))
+                places.update(node.args, (word.value for word in node.keywords))
             case ast.Call() if _called(node) in _HARMLESS_CALLS:
-                found.update(node.args)
+                places.update(node.args)
             case ast.Dict():  # arguments of several masks
                 pairs = zip(node.keys, node.values, strict=True)
-                found.update(value for key, value in pairs if isinstance(key, ast.Constant) and key.value == _NAME)
+                places.update(value for key, value in pairs if isinstance(key, ast.Constant) and key.value == _NAME)
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                found.add(node.left)
+                places.add(node.left)
             case ast.Attribute() if node.attr in _HARMLESS_ATTRIBUTES:
-                found.add(node.value)
-            case ast.NamedExpr() | ast.Assign():  # under another name, to tell masks that are there already
-                found.add(node.value)
-    return found
+                places.add(node.value)
+            case ast.NamedExpr() | ast.Assign():  # kept under another name, to recognise a mask made earlier
+                places.add(node.value)
+    return places
 
 
 @functools.lru_cache(maxsize=1024)

@@ -79,7 +79,7 @@ def _reached(forward: object, module: nn.Module) -> set[FunctionType]:
     these hold, such as accelerate's `module._old_forward`. Reaching a method of the module's class reaches the class.
     """
     inherited = set(methods(type(module)))
-    found: set[FunctionType] = set()
+    functions: set[FunctionType] = set()
     seen: dict[int, object] = {}
     # Values to look at, each with objects whose attributes its code may call.
     left: list[tuple[object, tuple[object, ...]]] = [(forward, (module,))]
@@ -95,9 +95,9 @@ def _reached(forward: object, module: nn.Module) -> set[FunctionType]:
             case MethodType():
                 left.append((value.__func__, (*holders, value.__self__)))
             case FunctionType() if value in inherited:
-                return found | inherited
+                return functions | inherited
             case FunctionType() if not _is_torch(value):
-                found.add(value)
+                functions.add(value)
                 held = _held(value)
                 named = _looked_up(value, (*holders, *held))
                 left += [(one, (*holders, *held)) for one in (*held, *named)]
@@ -109,7 +109,7 @@ def _reached(forward: object, module: nn.Module) -> set[FunctionType]:
                 pass  # its attributes are looked at where code names them
             case _ if callable(value):
                 left.append((inspect.getattr_static(type(value), "__call__", None), (*holders, value)))
-    return found
+    return functions
 
 
 def _is_torch(function: FunctionType) -> bool:

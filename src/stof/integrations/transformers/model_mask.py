@@ -105,15 +105,15 @@ class ModelMask:
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
         key = (sparse, q.shape[:3], k.shape[2], q.device)
-        found = self._plans.get(key)
-        if found is None:
+        stored = self._plans.get(key)
+        if stored is None:
             batch, heads, q_len, _ = q.shape
             mask = self.narrowed(sparse)
             # Compiled code made this object and handed it to code that is not.
             mask = mask.made() if isinstance(mask, Intersection) else mask
-            found = plan(mask, q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
-            self._plans[key] = found
-        return found
+            stored = plan(mask, q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
+            self._plans[key] = stored
+        return stored
 
     def to(self, *args: Any, **kwargs: Any) -> ModelMask:
         """Itself on another device, for code that moves a batch of inputs; dtypes do not apply."""

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from stof.errors import UnsupportedError
 from stof.handles import FULL
 from stof.integrations.transformers.layer_code import calls_interface
-from stof.integrations.transformers.layer_mask import NAME
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, check, describe
+from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import documents
 from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
 _PARAMETERS, _ATTENDS = "_stof_parameters", "_stof_attends"
-# Compiled code runs the check while it is traced: the verdict is a constant, and the graph holds none of it.
+# Dynamo runs the check while it traces: the verdict is a constant, and the graph holds no part of the check.
 _check_while_tracing = torch.compiler.assume_constant_result(check)
 
 
@@ -113,7 +113,7 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
         return None
     rows, width = tokens.shape[:2]
     cache = cache_of(given)
-    # Where a look at values would break a graph. Dynamo may trace this function alone, of a call that is not traced.
+    # Whether reading values would break a graph. Dynamo may trace this function alone, within an eager call.
     graph = tracing or is_exporting() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
     if positions.ndim != 2 or positions.shape[1] != width or width == 1 or (graph and cache is not None):
         return None

@@ -22,7 +22,7 @@ from stof.masks import documents
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import without_hooks
 
-# Tokens of a copy, and the longest row checked: layers that fill up, such as experts of limited capacity, show there.
+# Tokens of a copy, and of the longest row checked: long enough to overflow experts of limited capacity.
 _COPY, _LONGEST = 8, 512
 # Tokens of the row checked for compiled code, whose rows may have any length.
 TRACED_WIDTH = 4 * _COPY
@@ -34,7 +34,7 @@ _PLACE = (
     "outputs of a sequence depend on its place in the row: positions are counted from the start of the row "
     "(position_ids are left out, or the model does not read them), or experts have a limited capacity"
 )
-# Where a model remembers the calls that passed. A copy of the model takes it along.
+# The attribute of a model that records the calls that passed. Copies of the model have it too.
 PASSED = "_stof_packing_checked"
 _LOCK = ForkSafeLock(reentrant=True)  # a check exchanges the hooks and modes of the model's modules
 

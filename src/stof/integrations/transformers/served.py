@@ -20,7 +20,7 @@ from stof.integrations.transformers.forward_inspection import (
 from stof.integrations.transformers.layer_code import calls_interface, methods, syntax_tree, uses_interface
 from stof.integrations.transformers.self_attention import is_cross_attention
 
-# What layers hand to the attention function that `attention_forward` reads, or that its mask says already.
+# Arguments of the attention function that `attention_forward` reads, or that are part of its mask.
 _READ = {
     "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias", "softcap", "s_aux",
     "output_attentions", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -120,6 +120,13 @@ def check_can_serve(model: object) -> None:
     Raises:
         ArgumentError: not a module.
         UnsupportedError: a part has attention code of its own, or no layer calls the attention interface.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.check_can_serve(model)  # nothing is raised: enable(model) will serve it
     """
     check_module(model)
     assert isinstance(model, nn.Module)
@@ -142,16 +149,16 @@ def refuse_unread(module: nn.Module, given: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if given.get(name) is not None:
             raise UnsupportedError(f"stof attention does not read {name}, which changes the result; {advice}", {})
-    found = [name for name in _unread(type(module)) if given.get(name) is not None]
-    if found:
+    unread = [name for name in _unread(type(module)) if given.get(name) is not None]
+    if unread:
         raise UnsupportedError(
-            f"{type(module).__name__} hands {', '.join(found)} to its attention function, which stof does not read and "
-            'cannot leave out; call model.set_attn_implementation("sdpa") or "eager"',
+            f"{type(module).__name__} hands {', '.join(unread)} to its attention function, which stof does not read "
+            'and cannot leave out; call model.set_attn_implementation("sdpa") or "eager"',
             {},
         )
 
 
-# Dynamo takes what it returns as a constant: it cannot trace how sources are read.
+# Its result is a constant for Dynamo, which cannot trace how sources are read.
 @torch.compiler.assume_constant_result
 def _unread(layer: type[nn.Module]) -> tuple[str, ...]:
     """Names a layer hands to its attention function, in so many words, that stof does not read."""
@@ -167,7 +174,7 @@ _UNREAD: dict[tuple[Any, object], tuple[str, ...]] = {}
 
 
 def _read_unread(layer: Any) -> tuple[str, ...]:
-    found: set[str] = set()
+    handed_over: set[str] = set()
     for function in filter(uses_interface, methods(layer)):
         tree = syntax_tree(function)
         if tree is None:
@@ -175,20 +182,20 @@ def _read_unread(layer: Any) -> tuple[str, ...]:
         interfaces = _interfaces(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in interfaces:
-                found.update(word.arg for word in node.keywords if word.arg is not None)
-    return tuple(sorted(found - _READ))
+                handed_over.update(word.arg for word in node.keywords if word.arg is not None)
+    return tuple(sorted(handed_over - _READ))
 
 
 def _interfaces(tree: ast.AST) -> set[str]:
     """Variables that hold the attention function: what an expression with `_attn_implementation` is assigned to."""
-    found: set[str] = set()
+    variables: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             inside = ast.walk(node.value)
             if any(isinstance(one, ast.Attribute) and one.attr == "_attn_implementation" for one in inside):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(target.id for target in targets if isinstance(target, ast.Name))
-    return found
+                variables.update(target.id for target in targets if isinstance(target, ast.Name))
+    return variables
 
 
 def refuse_attention_weights(asked: object) -> None:

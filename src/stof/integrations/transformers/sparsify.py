@@ -9,7 +9,9 @@ from torch import nn
 
 from stof.errors import ArgumentError, MaskError, StofError
 from stof.integrations.transformers.layer_code import calls_interface
-from stof.integrations.transformers.layer_mask import (
+from stof.integrations.transformers.self_attention import is_cross_attention
+from stof.integrations.transformers.served import check_forwards, check_module
+from stof.integrations.transformers.sparse_mask import (
     AttentionLayer,
     attention_layer,
     check_implementation,
@@ -17,8 +19,6 @@ from stof.integrations.transformers.layer_mask import (
     set_mask,
     sparse_mask_of,
 )
-from stof.integrations.transformers.self_attention import is_cross_attention
-from stof.integrations.transformers.served import check_forwards, check_module
 from stof.masks import PATTERNS, Mask
 from stof.masks.tensors import as_mask
 
@@ -76,10 +76,7 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions count from the
     start of the row, cached tokens, padding on the left and earlier sequences of a packed row included; random blocks
     are drawn among as many keys as a cache holds. The mask lives on the layers until it is replaced or
-    removed, for instance with `sparsify(model, None)`:
-
-        with sparsify(model, masks.longformer(64, 64)):
-            out = model(**inputs)
+    removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned.
 
     A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
     `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
@@ -94,20 +91,41 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         ArgumentError: no self-attention layer, another attention implementation, or a layer number out of range.
         UnsupportedError: the `forward` of a layer was replaced on the instance, and never reaches stof's attention.
         MaskError: something that is no mask.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> model = stof_hf.enable(model)
+        >>> ids = torch.arange(40)[None]
+        >>> with torch.no_grad(), stof_hf.sparsify(model, masks.sliding_window(7)):
+        ...     out = model(ids).last_hidden_state
+        >>> stof_hf.sparsify(model, {0: masks.sliding_window(7)}).masks[1] is None  # one layer; until it is removed
+        True
     """
     check_module(model)
     if mask is not None:
         check_forwards(model)
-    found = layer_masks(model, mask)
+    per_layer = layer_masks(model, mask)
     layers = _self_attention(model)
     if mask is not None:
         for layer in layers:
             check_implementation(layer.module, layer.name)
-    return Sparsified(layers, found)
+    return Sparsified(layers, per_layer)
 
 
 def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
-    """The mask of each self-attention layer, as `sparsify` would set it, which also raises so; nothing is changed."""
+    """The mask of each self-attention layer, as `sparsify` would set it, which also raises so; nothing is changed.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> stof_hf.layer_masks(stof_hf.enable(model), {1: masks.sliding_window(7)})
+        [None, sliding_window(left=7, right=0)]
+    """
     names = [layer.name for layer in _self_attention(model)]
     if not names:
         raise ArgumentError(
@@ -131,7 +149,7 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
     if isinstance(mask, Mask | str) or not callable(mask):
         return [_checked(mask)] * count
     try:
-        found = [mask(number) for number in range(count)]
+        per_layer = [mask(number) for number in range(count)]
     except StofError:
         raise
     except Exception as error:  # whatever a user's function raises
@@ -139,7 +157,7 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
             f"a function here takes a layer's number (0 to {count - 1}) and gives its mask or None, and this one "
             f"raises {type(error).__name__}: {error}; a mask function goes through stof.masks.from_function first"
         ) from error
-    return list(map(_checked, found))
+    return list(map(_checked, per_layer))
 
 
 def _checked(mask: object) -> Mask | None:

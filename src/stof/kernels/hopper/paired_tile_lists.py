@@ -29,7 +29,7 @@ from stof.kernels.hopper.tile_lists import (
     slabs_and_reads,
 )
 from stof.layout import Layout
-from stof.layout.build.build import deduplicate
+from stof.layout.builders.build import deduplicate
 
 # The least number of stages of K and V, less one.
 MOST_SKIPPED = 3

@@ -18,7 +18,7 @@ from stof.layout.orders.named import named_order
 from stof.masks import Mask
 from stof.masks.index import Index
 
-# The name of an order that has no formula.
+# The name of an order that is found by clustering, without a formula.
 CLUSTERED = "clustered"
 # Computed over needed scores up to which the rows' own order is left alone.
 GOOD_ENOUGH = 1.5
@@ -64,19 +64,19 @@ def find_order(
     if not block_m < q_len <= _MOST_ROWS:
         return None
     keep = _evaluated(mask, (q_len, kv_len), (batch, heads), device)
-    own, needed = computed(keep, block_m), int(keep.count_nonzero())
-    if own <= GOOD_ENOUGH * needed:
+    unpermuted, needed = computed(keep, block_m), int(keep.count_nonzero())
+    if unpermuted <= GOOD_ENOUGH * needed:
         return None
     near = _Nearness.of(keep)
     named = {name: named_order(name, q_len) for name in near.regular_names()}
-    found = {name: order.to(keep.device) for name, order in named.items() if order is not None}
-    costs = {name: float(computed(keep[order], block_m)) for name, order in found.items()}
+    orders = {name: order.to(keep.device) for name, order in named.items() if order is not None}
+    costs = {name: float(computed(keep[order], block_m)) for name, order in orders.items()}
     possible = near.possible(keep, block_m)
-    if possible <= WORTH * own and min(costs.values(), default=own) > _CLOSE * possible:
-        found[CLUSTERED] = cluster_rows(near.described, block_m)
-        costs[CLUSTERED] = _CLOSE * computed(keep[found[CLUSTERED]], block_m)
+    if possible <= WORTH * unpermuted and min(costs.values(), default=unpermuted) > _CLOSE * possible:
+        orders[CLUSTERED] = cluster_rows(near.described, block_m)
+        costs[CLUSTERED] = _CLOSE * computed(keep[orders[CLUSTERED]], block_m)
     best = min(costs, key=lambda name: costs[name], default=None)
-    return (best, found[best]) if best is not None and costs[best] <= WORTH * own else None
+    return (best, orders[best]) if best is not None and costs[best] <= WORTH * unpermuted else None
 
 
 def column_order(
@@ -125,7 +125,7 @@ class RowOrders:
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         self._evaluated = functools.partial(_evaluated, mask, (q_len, kv_len), (batch, heads), device)
         self._searched = self._in_order = mask.has_monotonic_ranges
-        self._found: tuple[str, Tensor] | None = None
+        self._search_result: tuple[str, Tensor] | None = None
 
     def regular(self) -> tuple[str, ...]:
         """The names, or else those by stride or by patches of a grid that like rows suggest, examined no further."""
@@ -134,21 +134,21 @@ class RowOrders:
         suggested = _Nearness.of(self._evaluated()).regular_names()
         return tuple(name for name in suggested if named_order(name, self._q_len) is not None)
 
-    def found(self) -> str | None:
+    def searched_name(self) -> str | None:
         """The name of what `find_order` finds, None where that is nothing new; searched once.
 
         Ragged documents waste much at the ends of row blocks, whatever the order, and each batch of them is another
         mask: none is searched for where rows stand in order.
         """
         if not self._searched:
-            self._found = self._search()
+            self._search_result = self._search()
             self._searched = True
-        return None if self._found is None or self._found[0] in self.names else self._found[0]
+        return None if self._search_result is None or self._search_result[0] in self.names else self._search_result[0]
 
     def rows(self, name: str | None) -> Tensor | None:
         """The order of that name, int64 `[q_len]`; None stands for the rows' own."""
-        if self._found is not None and self._found[0] == name:
-            return self._found[1]
+        if self._search_result is not None and self._search_result[0] == name:
+            return self._search_result[1]
         return None if name is None else named_order(name, self._q_len)
 
 
@@ -156,7 +156,7 @@ def computed(keep: Tensor, block_m: int) -> int:
     """Scores that row blocks of bool `[rows, columns]` compute when columns are gathered singly."""
     rows, columns = keep.shape
     whole = rows - rows % block_m
-    # As bytes: a maximum is vectorised on the CPU where `any` is not (0.4 against 15 ms at 4096 x 4096, 2 cores).
+    # Bytes: `amax` is vectorised on the CPU, `any` is not (0.4 against 15 ms at 4096 x 4096, 2 cores).
     bytes_ = keep.view(torch.uint8)
     count = block_m * int(bytes_[:whole].view(-1, block_m, columns).amax(1).count_nonzero())
     return count + (rows - whole) * int(keep[whole:].any(0).sum())
@@ -234,10 +234,10 @@ class _Nearness:
         inside = other < rows
         overlap = (self.shared.gather(1, other.clamp(max=rows - 1)) * inside).sum(0)
         whole = (self.shared.gather(1, self.some[:, None]) * inside).sum(0)
-        # At each distance, the share of a row that the row so far on keeps as well.
+        # For each distance, the share of a row's columns that the row at this distance keeps too.
         alike = (overlap / whole.clamp(min=1)).cpu()
         names = []
-        # The least distance that is nearly the best: its multiples are alike as well.
+        # Take the least distance that is nearly the best, since its multiples score as high.
         stride = 2 + int((alike[2:] >= 0.95 * alike[2:].max()).int().argmax())
         if alike[stride] > 1.2 * alike[1]:
             names.append(f"remainder {stride}")

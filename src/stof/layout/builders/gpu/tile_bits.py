@@ -7,12 +7,12 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.build.gpu import input_kind
-from stof.layout.build.gpu.program import draw_blocks, program_bits, run_of_bits
+from stof.layout.builders.gpu import input_kind
+from stof.layout.builders.gpu.program import draw_blocks, program_bits, run_of_bits
 
 PROGRAM = tl.constexpr(input_kind.PROGRAM)
 QUADS = tl.constexpr(input_kind.QUADS)
-# Numbers that kernels take as they come.
+# Integer arguments that kernels are not specialised for.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
     "patterns", "first_number", "first_start",
@@ -77,25 +77,25 @@ def bits_of(
     WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
     row = first + tl.arange(0, ROWS)
     q = (q0 + row)[:, None]
-    own_row = (q < q_len) & (row < BLOCK_M)[:, None]
+    row_exists = (q < q_len) & (row < BLOCK_M)[:, None]
     if SOURCE == PROGRAM:
         kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N // WORD) * WORD)[None, :]
         # Programs look up tables by position.
         words = program_bits(source_ptr, start, tl.minimum(q, q_len - 1), kv)
-        words = tl.where(own_row, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
+        words = tl.where(row_exists, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
     else:
         STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
         if SOURCE != QUADS:
             kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
             at = start + q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
-            bits = (tl.load(source_ptr + at, mask=own_row & (kv < kv_len), other=0) != 0).to(tl.int32)
+            bits = (tl.load(source_ptr + at, mask=row_exists & (kv < kv_len), other=0) != 0).to(tl.int32)
         else:
             # Strides are in units of four quads, and so is the length: loads of 16 bytes.
             quad = tl.arange(0, BLOCK_N // 4)[None, :]
             at = (start + q.to(tl.int64) * stride_q) * 4 + tile_column * (BLOCK_N // 4) + quad
-            exists = own_row & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
+            exists = row_exists & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
             quad = tl.load(source_ptr + at, mask=exists, other=0)
-            # The lowest bit of each byte: whether any of its bits is set. Then these four side by side, at the top.
+            # Reduce each byte to its lowest bit, then move the four bits side by side, to the top.
             quad |= quad >> 4
             quad |= quad >> 2
             quad |= quad >> 1

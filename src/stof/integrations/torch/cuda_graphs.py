@@ -8,7 +8,6 @@ checked, as far as that is quick: arguments, modes, attributes of modules, masks
 
 from __future__ import annotations
 
-import operator
 import warnings
 import weakref
 from collections import OrderedDict
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stof.integrations.attributes import Attributes
+from stof.integrations.torch.module_state import Attributes, Weights
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import record_streams
-from stof.runtime.private import copy_all, entries_of, is_intercepted, pytree, raw_stream, version_of
+from stof.runtime.private import copy_all, is_intercepted, pytree, raw_stream, version_of
 from stof.tuning.capture import captured
 
-# Graphs that are kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
+# Most graphs kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
 MOST_RECORDED = 32
 
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.device)
@@ -69,7 +68,7 @@ class CudaGraphRunner:
         device_type: str = "cuda",
     ) -> None:
         self._call, self._module = call, module
-        self._weights, self._attributes = _Weights(module, folded_weights), Attributes(module)
+        self._weights, self._attributes = Weights(module, folded_weights), Attributes(module)
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
@@ -84,7 +83,7 @@ class CudaGraphRunner:
             return self._call(*args, **kwargs)
         with self._lock:
             replay = self._recorded.get(key)
-            # Begun before it is known to be right: the host looks at the weights while the GPU computes.
+            # The replay starts before the comparison, so that the host compares weights while the GPU computes.
             out = replay(tensors) if replay is not None else None
             if self._changed(key):
                 self._forget()
@@ -96,7 +95,7 @@ class CudaGraphRunner:
         versions = self._weights.versions()
         out = self._call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
-            if len(self._seen) >= 8 * MOST_RECORDED:  # an argument that is different in every call
+            if len(self._seen) >= 8 * MOST_RECORDED:  # some argument differs in every call
                 self._seen.clear()
             self._seen.add(key)
         return out
@@ -162,9 +161,9 @@ class Recording:
         self._device = self._inputs[0].device
         self._streams: set[int] = set()
         with torch.cuda.device(self._device):
-            if recorder.pool is None or not recorder.alive:  # PyTorch takes no pool again that was given up
+            if recorder.pool is None or not recorder.alive:  # PyTorch refuses a pool whose last graph was freed
                 recorder.pool = torch.cuda.graph_pool_handle()
-            # As every call will: a dtype that no kernel copies is found out here, where nothing is kept yet.
+            # Every replay copies this way: a dtype without a copy kernel fails here, before anything is recorded.
             _copy_in(self._inputs, [x for x in given if isinstance(x, Tensor)])
             versions = _versions(self._inputs)
             side = torch.cuda.Stream()
@@ -173,12 +172,12 @@ class Recording:
                 call(*inputs[: len(args)], **named)
             torch.cuda.synchronize()
             same = all(_same(new, old) for new, old in zip(inputs, given, strict=True))
-            if not same or versions != _versions(self._inputs):  # it may have written what was there already
+            if not same or versions != _versions(self._inputs):  # versions also show writes of equal values
                 raise RuntimeError("it writes to its arguments")
             try:
                 self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
             except BaseException:
-                recorder.pool = None  # who knows what is left in it
+                recorder.pool = None  # a failed capture may leave allocations in it
                 raise
         recorder.alive.add(self)
         self._leaves, self._spec = pytree.tree_flatten(out)
@@ -189,7 +188,7 @@ class Recording:
                 raise RuntimeError(f"it returns a tensor on {leaf.device}")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # Until the replay has begun, the GPU waits: nothing is asked or set that need not be.
+        # Host time before the replay is GPU idle time: set the device only if it is another.
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self._replayed(tensors)
@@ -225,7 +224,7 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
             key.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
             tensors.append(value)
         elif isinstance(value, float):
-            key.append(value.hex())  # tells -0.0 from 0.0, and knows a NaN again
+            key.append(value.hex())  # distinguishes -0.0 from 0.0, and NaN equals NaN
         elif isinstance(value, _PLAIN):
             key.append((type(value), value))
         else:
@@ -237,67 +236,6 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
     if torch.is_autocast_enabled(device_type):
         key.append(torch.get_autocast_dtype(device_type))
     return tuple(key), tensors
-
-
-class _Weights:
-    """Where the parameters and buffers of a module lie, to see whether they are still there.
-
-    Their memory is held until others are seen. They are looked up by name in their modules, and these in theirs, so
-    that one put in another's place is seen too.
-    """
-
-    def __init__(self, module: nn.Module, folded_weights: bool) -> None:
-        self._module, self._folded_weights = module, folded_weights
-        self._parts: list[nn.Module] = []
-        self._filled: list[Mapping[str, Any]] = []
-        self._owners: list[Mapping[str, Any]] = []
-        self._names: list[str] = []
-        # Held, so that none that is put in its place can have its address.
-        self._entries: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._placed: list[Tensor] = []
-        self._versioned: list[Tensor] = []
-        # What recordings read, so that one which no longer holds may still run.
-        self._memory: list[torch.UntypedStorage] = []
-        self._places: tuple[int, ...] | None = None
-        self._counts: tuple[int, ...] = ()
-
-    def changed(self) -> bool:
-        """Whether they are others than in the call before; True for the first."""
-        other = self._places is None or not self._in_place()
-        if other:
-            self._look()
-        places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
-        if other or places != self._places:
-            # Inference tensors have no version: what is written to them is not noticed.
-            self._versioned = [x for x in self._tensors if not x.is_inference()]
-            self._memory = [x.untyped_storage() for x in self._placed]
-            other, self._places = True, places
-        counts = self.versions() if self._folded_weights else ()
-        changed, self._counts = other or counts != self._counts, counts
-        return changed
-
-    def versions(self) -> tuple[int, ...]:
-        """How often each was written to, as far as PyTorch counts that."""
-        return tuple(map(version_of, self._versioned))
-
-    def _in_place(self) -> bool:
-        """Whether the modules hold what they held, and nothing else."""
-        try:
-            now = map(operator.getitem, self._owners, self._names)
-            return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
-        except KeyError:  # one is gone
-            return False
-
-    def _look(self) -> None:
-        self._parts = list(self._module.modules())
-        every = [owner for part in self._parts for owner in entries_of(part)]
-        self._filled = [owner for owner in every if owner]
-        self._owners = [owner for owner in self._filled for _ in owner]
-        self._names = [name for owner in self._filled for name in owner]
-        self._entries = list(map(operator.getitem, self._owners, self._names))
-        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
-        self._placed = [x for x in self._tensors if x.layout is torch.strided]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.layout.build.gpu.input_kind import BYTES, PROGRAM, QUADS
+from stof.layout.builders.gpu.input_kind import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 
@@ -26,11 +26,11 @@ _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
 _CLEARED = 2**10
 # Numbers of a mailbox that is kept for the next build, and mailboxes that nobody uses.
 _MAILBOX_SIZE = 2**12
-# Polls of a mailbox, some 0.2 ms, before the host waits like everybody.
+# Polls of a mailbox, some 0.2 ms, before the host synchronises with the stream.
 _POLLS = 1000
 _free_mailboxes: list[PinnedMailbox] = []
-# Mailboxes of builds under way. Those of builds that failed stay: kernels may write to them yet, and pinned memory that
-# is given back is given to others at once.
+# Mailboxes of running builds. Those of failed builds stay: kernels may still write to them, and freed pinned memory
+# is reused at once.
 _in_use: set[PinnedMailbox] = set()
 
 # Devices whose Triton does not compile the kernels, or has none.
@@ -69,8 +69,8 @@ def on_device(make: Callable[P, T | None]) -> Callable[P, T | None]:
 @functools.cache
 def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
-    from stof.layout.build.gpu import build_kernels as kernels
-    from stof.layout.build.gpu import tile_bits as reading
+    from stof.layout.builders.gpu import build_kernels as kernels
+    from stof.layout.builders.gpu import tile_bits as reading
     from stof.runtime import launch
 
     return kernels, reading, launch
@@ -93,9 +93,9 @@ class PinnedMailbox:
         self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
 
     @staticmethod
-    def of(found: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
-        """A mailbox with room for some numbers, 0 until they are written, followed by these."""
-        end = found + len(numbers)
+    def of(results: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
+        """A mailbox with room for `results` numbers, 0 until a kernel writes them, followed by `numbers`."""
+        end = results + len(numbers)
         if not pinned or end > _MAILBOX_SIZE:
             mailbox = PinnedMailbox(end, pinned)
         else:
@@ -103,7 +103,7 @@ class PinnedMailbox:
                 mailbox = _free_mailboxes.pop()  # by one thread only
             except IndexError:
                 mailbox = PinnedMailbox(_MAILBOX_SIZE, pinned)
-        mailbox.numbers[:end] = [0] * found + numbers  # type: ignore[assignment]  # they become c_int32
+        mailbox.numbers[:end] = [0] * results + numbers  # type: ignore[assignment]  # they become c_int32
         _in_use.add(mailbox)
         return mailbox
 
@@ -120,11 +120,11 @@ class PinnedMailbox:
 
     def read(self, count: int) -> list[int]:
         """The first numbers. The kernels have ended: the next build may have the mailbox."""
-        found = self.numbers[:count]
+        results = self.numbers[:count]
         _in_use.discard(self)
         if self.pinned and len(self.numbers) == _MAILBOX_SIZE:
             _free_mailboxes.append(self)
-        return found
+        return results
 
 
 class Source(NamedTuple):
@@ -151,25 +151,25 @@ class Source(NamedTuple):
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
-    def prepared(self, zeros: int, rest: int, found: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
+    def prepared(self, zeros: int, rest: int, results: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
         """What kernels start from, made without waiting for what the device does.
 
         Args:
             zeros, rest: numbers that are 0 at first, and numbers that may be anything.
-            found: numbers that the device has to tell.
+            results: how many numbers the kernels write for the host.
             device: the current one.
 
         Returns:
-            int32 on the device, zeros first; a mailbox in which kernels may write the first `found` numbers; and where
-            the numbers of the programs begin.
+            int32 on the device, zeros first; a mailbox in which kernels may write the first `results` numbers; and
+            where the numbers of the programs begin.
         """
         _, reading, launching = triton_modules()
         numbers, _, draws, drawn = self.programs
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
         numbers = list(itertools.chain(numbers, *draws))
-        mailbox = PinnedMailbox.of(found, numbers, device.type == "cuda")
-        sizes = (found, zeros, first, count, len(draws))
+        mailbox = PinnedMailbox.of(results, numbers, device.type == "cuda")
+        sizes = (results, zeros, first, count, len(draws))
         programs = -(-max(zeros, count, drawn) // _CLEARED)
         launching.launch(reading.prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
         return state, mailbox, first

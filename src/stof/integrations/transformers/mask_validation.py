@@ -1,4 +1,4 @@
-"""Shapes of the attention masks a caller gives a model of transformers."""
+"""Refuse attention masks of a wrong shape or dtype that a caller gives a model of transformers or its layers."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.layout import bitmaps as bits
-from stof.layout.build.closed_form import tiles_of
-from stof.layout.build.gpu.build import device_layout
-from stof.layout.build.strips import SPAN, Strip, strip_scores, strips
+from stof.layout.builders.closed_form import tiles_of
+from stof.layout.builders.gpu.build import device_layout
+from stof.layout.builders.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
@@ -115,21 +115,21 @@ class Pattern:
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
-def build_pattern(own: HeadMask, config: LayoutConfig) -> Pattern:
+def build_pattern(head_mask: HeadMask, config: LayoutConfig) -> Pattern:
     """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
     if config.compact_columns:
-        found = compacted_tiles(own, config)
-        if found is not None:
-            return Pattern(*found)
+        tiles = compacted_tiles(head_mask, config)
+        if tiles is not None:
+            return Pattern(*tiles)
         # Without such columns tiles are aligned and contiguous, their columns one by one here.
-        plain = build_pattern(own, config.contiguous())
+        plain = build_pattern(head_mask, config.contiguous())
         columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
-        return replace(plain, columns=torch.where(columns < own.kv_len, columns, -1))
-    if own.order is None and config.slab is None:
-        found = tiles_of(own, config)
-        if found is not None:
-            return Pattern(*found)
-    return Pattern.join([_compile_strip(strip, config) for strip in strips(own, config.block_m)])
+        return replace(plain, columns=torch.where(columns < head_mask.kv_len, columns, -1))
+    if head_mask.order is None and config.slab is None:
+        tiles = tiles_of(head_mask, config)
+        if tiles is not None:
+            return Pattern(*tiles)
+    return Pattern.join([_compile_strip(strip, config) for strip in strips(head_mask, config.block_m)])
 
 
 def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
@@ -255,7 +255,7 @@ def tile_bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tens
     follows = (columns == expected) | ((columns < 0) & (expected >= kv_len))
     contiguous = follows.all(1) & (columns[:, 0] >= 0)
     if config.compact_columns:
-        # Neighbours on the list of compacted columns stay tiles of that list.
+        # A tile cut from the list stays one where its columns happen to be neighbours, unless it is aligned.
         contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
     slot = (~contiguous).cumsum(0) - 1
     return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]

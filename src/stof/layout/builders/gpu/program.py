@@ -95,7 +95,7 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         least = low + none
         most = tl.minimum(high, size - 1) + none
         if op == _DISTANCE_REMAINDER:
-            # It falls from key to key: counted from the other end it rises.
+            # The remainder falls from key to key: counted from the other end it rises.
             remainder = size - 1 - (i - j + tl.load(code_ptr + 8)) % size
             least, most = size - 1 - most, size - 1 - least
         elif op == _GRID_COLUMN:
@@ -146,7 +146,7 @@ def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
             word |= tl.where(at < entries, run_of_bits(bit, bit), 0)
             at += 1
     elif op == _DOCUMENT:
-        own = tl.load(table_ptr + entries + _upper_bound(table_ptr, entries, size, i))
+        row_document = tl.load(table_ptr + entries + _upper_bound(table_ptr, entries, size, i))
         run = _upper_bound(table_ptr, entries, size, j)
         runs = _upper_bound(table_ptr, entries, size, j + 31) - run + 1
         for _ in range(tl.max(runs)):
@@ -154,7 +154,7 @@ def _word_of_table(numbers_ptr, code_ptr, op, size, i, j):
             begin = tl.load(table_ptr + tl.minimum(run, entries) - 1, mask=run > 0, other=0)
             end = tl.load(table_ptr + run, mask=inside, other=0)
             document = tl.load(table_ptr + entries + run, mask=inside, other=-1)
-            word |= tl.where((document == own) & (own >= 0), run_of_bits(begin - j, end - 1 - j), 0)
+            word |= tl.where((document == row_document) & (row_document >= 0), run_of_bits(begin - j, end - 1 - j), 0)
             run += 1
     elif op == _CHOSEN_BLOCK:
         row_ptr = table_ptr + (i // size - extra) * entries
@@ -318,13 +318,13 @@ def draw_blocks(table_ptr, row, first, rows, key_blocks, picks, seed):
     """Draw the key blocks of some rows of a table that begins with row `first`, as `rules.RandomBlocks.choose` does."""
     ok = row < rows
     row_ptr = table_ptr + row * picks
-    own = (first + row).to(tl.int64) * 1000003 + seed.to(tl.int64) * 104729
+    row_seed = (first + row).to(tl.int64) * 1000003 + seed.to(tl.int64) * 104729
     for turn in range(picks):
         top = key_blocks - picks + turn
-        draw = (_mixed_31(_mixed_31((own + turn * 7919) & 0x7FFFFFFF) + 0x9E3779B) % (top + 1)).to(tl.int32)
+        draw = (_mixed_31(_mixed_31((row_seed + turn * 7919) & 0x7FFFFFFF) + 0x9E3779B) % (top + 1)).to(tl.int32)
         taken = draw < 0
         for earlier in range(turn):
             taken = taken | (tl.load(row_ptr + earlier, mask=ok, other=0) == draw)
         tl.store(row_ptr + turn, tl.where(taken, top, draw), mask=ok)
-        # Later turns may read it by another thread.
+        # Another thread may read it in a later iteration.
         tl.debug_barrier()

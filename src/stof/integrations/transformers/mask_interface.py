@@ -1,4 +1,4 @@
-"""The mask function that transformers calls once per forward pass."""
+"""`make_mask`, registered as a mask interface: transformers calls it once per forward pass for all layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from stof.handles import FULL, Intersection, intersection, is_full
-from stof.integrations.transformers.given_masks import check_padding
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
+from stof.integrations.transformers.mask_validation import check_padding
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
 
@@ -39,45 +39,50 @@ def make_mask(
 
     Raises:
         ShapeError: an `attention_mask` of another shape.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> stof_hf.make_mask(2, 40, 40).mask  # a decoder's mask, without padding
+        causal()
     """
     del kwargs
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()
     compiling = torch.compiler.is_compiling()
-    if not compiling:  # both may be tensors: assisted generation takes tokens back
+    if not compiling:  # both may be tensors: assisted generation drops tokens
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
     given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
-    own: Mask | Intersection | None
+    mask: Mask | Intersection | None
     if compiling:
-        # Closures and offsets are symbols here; only plain masks of whole sequences can be told.
+        # Dynamo traces closures and offsets as symbols; only plain masks of whole sequences are recognisable.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
-        own = recognize_plain_mask(mask_function) if start else None
+        mask = recognize_plain_mask(mask_function) if start else None
     else:
         assert isinstance(q_offset, int)
-        own = recognize_mask(mask_function, q_length, kv_length, q_offset, kv_offset)
+        mask = recognize_mask(mask_function, q_length, kv_length, q_offset, kv_offset)
     keep: Tensor | None = None
-    if own is None:
+    if mask is None:
         keep = _evaluated(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, pads, use_vmap, device)
-        own, keep = (FULL, keep) if compiling else (from_dense(keep), None)
+        mask, keep = (FULL, keep) if compiling else (from_dense(keep), None)
     elif pads is not None:
         valid = _cut(pads, kv_length, kv_offset)
         if compiling or q_length == 1:
             keep = valid[:, None, None, :]
         elif (named := _padding(valid)) is not None:
-            own = intersection(own, named)
+            mask = intersection(mask, named)
     if given is not None:
         given.refuse_unchecked()
         assert not isinstance(given.mask, Intersection)
-        own = intersection(own, given.mask.with_query_offset(int(q_offset)))
+        mask = intersection(mask, given.mask.with_query_offset(int(q_offset)))
         if given.keep is not None:
             keep = given.keep if keep is None else keep & given.keep
-    if q_length == 1 and not isinstance(own, Intersection) and not compiling and not is_full(own):
+    if q_length == 1 and not isinstance(mask, Intersection) and not compiling and not is_full(mask):
         # A tensor has the same graph at every token: generate() hands this mask to compiled code.
-        row = own.to_dense(1, kv_length, batch=batch_size, device=device)
-        own, keep = FULL, row if keep is None else row & keep
+        row = mask.to_dense(1, kv_length, batch=batch_size, device=device)
+        mask, keep = FULL, row if keep is None else row & keep
     return ModelMask(
-        FULL if is_full(own) else own,  # one object: compilers guard on identity
+        FULL if is_full(mask) else mask,  # one object: compilers guard on identity
         (batch_size, 1, q_length, kv_length),
         keep=keep,
         q_offset=q_offset,

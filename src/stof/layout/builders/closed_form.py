@@ -26,24 +26,24 @@ _SQUARE = 16
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def tiles_of(own: HeadMask, config: LayoutConfig) -> Tiles | None:
+def tiles_of(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
     """Contiguous tiles of a mask, rows in their order: the fields of `build.Pattern`; None when it cannot say."""
-    grid = _Grid(own, config)
-    keep = own.mask.as_tensor(own.q_len, own.kv_len)
-    found = grid.of_rule() if keep is None else grid.of_dense(keep)
-    return None if found is None else grid.assembled(*found)
+    grid = _Grid(head_mask, config)
+    keep = head_mask.mask.as_tensor(head_mask.q_len, head_mask.kv_len)
+    classified = grid.of_rule() if keep is None else grid.of_dense(keep)
+    return None if classified is None else grid.assembled(*classified)
 
 
 class _Grid:
     """The tiles of one problem, numbered `row block * tile columns + tile column`."""
 
-    def __init__(self, own: HeadMask, config: LayoutConfig) -> None:
-        self.own, self.config, self.device = own, config, own.device
-        self.rows, self.columns = own.row_blocks(config.block_m), -(-own.kv_len // config.block_n)
+    def __init__(self, head_mask: HeadMask, config: LayoutConfig) -> None:
+        self.head_mask, self.config, self.device = head_mask, config, head_mask.device
+        self.rows, self.columns = head_mask.row_blocks(config.block_m), -(-head_mask.kv_len // config.block_n)
 
     def of_rule(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Numbers of full tiles, and numbers and bitmaps of partial ones; all on the device."""
-        on_host = self.own.is_plain and self.rows * self.columns <= _ON_HOST
+        on_host = self.head_mask.is_plain and self.rows * self.columns <= _ON_HOST
         where = torch.device("cpu") if on_host else self.device
         everything, some = self._asked(where)
         if some.numel() > 0.9 * self.rows * self.columns and some.numel() > 1:
@@ -73,7 +73,7 @@ class _Grid:
     def _whole(self, tiles: Tensor, packed: Tensor) -> Tensor:
         """Which tiles keep every row there is of every column; tiles that reach past the last key never do."""
         row = torch.div(tiles, self.columns, rounding_mode="floor") * self.config.block_m
-        rows = (self.own.q_len - row).clamp(max=self.config.block_m)
+        rows = (self.head_mask.q_len - row).clamp(max=self.config.block_m)
         every = -1 if self.config.block_n >= 32 else (1 << self.config.block_n) - 1
         return (packed == every).all(-1).sum(-1) == rows
 
@@ -98,7 +98,7 @@ class _Grid:
                 continue
             row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * side + within.view(1, 1, -1, 1)
             column = torch.remainder(number, across).view(-1, 1, 1, 1) * side + within
-            # Past the end the last row or column stands in, and is left out again.
+            # Indices past the end are clamped to the last row or column; their results are discarded.
             exists = (row < self.rows) & (column < self.columns)
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.columns - 1)
             nothing, certain = self._bounds(row, column, 1)
@@ -110,13 +110,13 @@ class _Grid:
     def _bounds(self, row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
         """Which squares of `side` tiles keep nothing, and which everything, `[T, 1, rows, columns]`."""
         tall, wide = self.config.block_m * side, self.config.block_n * side
-        bounds = self.own.tile_bounds(
-            Range(row * tall, (row * tall + tall - 1).clamp(max=self.own.q_len - 1)),
-            Range(column * wide, (column * wide + wide - 1).clamp(max=self.own.kv_len - 1)),
+        bounds = self.head_mask.tile_bounds(
+            Range(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
+            Range(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
         )
         shape = np.broadcast_shapes(row.shape, column.shape)  # torch.broadcast_shapes imports sympy
         # Tiles that reach past the last key are partial however much they keep.
-        inside = (column + 1) * wide <= self.own.kv_len
+        inside = (column + 1) * wide <= self.head_mask.kv_len
         return bounds.empty.expand(shape), (bounds.full & inside).expand(shape)
 
     def _evaluated(self, tiles: Tensor) -> Tensor | None:
@@ -126,7 +126,7 @@ class _Grid:
         q = row + torch.arange(self.config.block_m, device=self.device)
         kv = column + torch.arange(self.config.block_n, device=self.device)
         try:
-            return self.own.evaluate(q, kv)
+            return self.head_mask.evaluate(q, kv)
         except MaskFunctionError:
             if len(tiles) == 1:
                 raise
@@ -136,16 +136,16 @@ class _Grid:
         """The same from a dense tensor `[B | 1, H | 1, q_len, kv_len]`, which is read tile by tile."""
         block_m, block_n = self.config.block_m, self.config.block_n
         batch, heads = keep.shape[:2]
-        keep = keep[self.own.b if batch > 1 else 0, self.own.h if heads > 1 else 0].to(self.device)
+        keep = keep[self.head_mask.b if batch > 1 else 0, self.head_mask.h if heads > 1 else 0].to(self.device)
         if keep.stride(1) > 1:  # reductions of a transposed tensor take three times as long, a copy of it a third
             keep = keep.contiguous()
-        missing = (self.rows * block_m - self.own.q_len, self.columns * block_n - self.own.kv_len)
+        missing = (self.rows * block_m - self.head_mask.q_len, self.columns * block_n - self.head_mask.kv_len)
         if any(missing):
             keep = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
         tiled = keep.unflatten(1, (self.columns, block_n)).unflatten(0, (self.rows, block_m))
         # [rows, columns] kept scores of each tile, summed along rows first: there memory is contiguous
         count = tiled.sum(3, dtype=torch.int32).sum(1)
-        rows = (self.own.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
+        rows = (self.head_mask.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
         whole = count == rows[:, None] * block_n
         row, column = ((count > 0) & ~whole).nonzero(as_tuple=True)
         step = max(1, _AT_ONCE // (block_m * block_n))

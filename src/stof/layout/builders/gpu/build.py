@@ -1,7 +1,7 @@
 """The host's part of building a layout on the device: a few kernels, and one wait for how much they found.
 
 Contiguous tiles of masks given as programs (`stof.masks.gpu_program`) or as a dense tensor. The results are those of
-`stof.layout.build.build`, bit for bit; what has no program is left to it.
+`stof.layout.builders.build`, bit for bit; what has no program is left to it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from stof.layout.bitmaps import words
-from stof.layout.build.gpu.mask_input import Source, on_device, source_of, triton_modules
+from stof.layout.builders.gpu.mask_input import Source, on_device, source_of, triton_modules
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import numbered
 from stof.masks.gpu_program import programs_of
 
-# Each tile is looked at; of larger problems, `stof.layout.build.closed_form` rules out squares of tiles first.
+# Each tile is looked at; of larger problems, `stof.layout.builders.closed_form` rules out squares of tiles first.
 MOST_TILES = 2**20
 # Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
 # there are so many that it is worth another kernel; those of dense masks are all read.
@@ -57,9 +57,9 @@ def device_layout(
             return None
         build = _Build(source, q_len, kv_len, config, device)
         build.classify()
-        # The device is busy: what does not depend on its answer is made meanwhile.
+        # While the device computes, the host prepares what does not depend on the results.
         rows = _Rows(build, which, mask_dims)
-        total, distinct, clash, *identities = build.found()
+        total, distinct, clash, *identities = build.results()
         if clash:
             return None
         quads = [tuple(identities[n : n + 4]) for n in range(0, 4 * source.patterns, 4)]
@@ -110,7 +110,7 @@ class _Build:
             self.numbers, (*self.constants, group, _NUMBERED), device=self.device,
         )  # fmt: skip
 
-    def found(self) -> list[int]:
+    def results(self) -> list[int]:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
         self.mailbox.wait(3 if self.source.patterns == 1 else 0, self.device)
         total, distinct, clash, *identities = self.mailbox.read(3 + 4 * self.source.patterns)

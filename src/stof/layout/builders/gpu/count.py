@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from stof.layout.bitmaps import unpack
-from stof.layout.build.gpu.mask_input import Source, on_device, source_of
+from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
 
-# Programs of a kernel; masks of more are counted where their spans say.
+# Most programs of a kernel; larger masks are counted strip by strip.
 _MOST = 2**22
 # Columns of a program, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
@@ -82,31 +82,31 @@ def device_counts(
     return SlabCounts(shaped, kept.view(patterns, q_len))
 
 
-def device_columns(own: HeadMask, height: int) -> tuple[Tensor, Tensor] | None:
+def device_columns(head_mask: HeadMask, height: int) -> tuple[Tensor, Tensor] | None:
     """Columns that row blocks of `height` rows see; None where no kernel serves the mask.
 
     Returns:
         bool `[row blocks, kv_len]` twice: whether some row of the block keeps the key, and whether every row does.
     """
-    return _columns(own, height, device=own.device)
+    return _columns(head_mask, height, device=head_mask.device)
 
 
 @on_device
-def _columns(own: HeadMask, height: int, *, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    mask, q_len, kv_len, h = own.mask, own.q_len, own.kv_len, own.h
-    row_blocks, columns = own.row_blocks(height), -(-kv_len // _COLUMNS)
+def _columns(head_mask: HeadMask, height: int, *, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    mask, q_len, kv_len, h = head_mask.mask, head_mask.q_len, head_mask.kv_len, head_mask.h
+    row_blocks, columns = head_mask.row_blocks(height), -(-kv_len // _COLUMNS)
     if row_blocks * columns > _MOST:
         return None
-    # A dense mask's entries are numbered by its own heads; of others an entry is all there is to tell.
+    # A dense mask numbers its entries by its heads; other masks need a number that `divmod` maps to (b, h).
     heads = h + 1 if mask.as_tensor(q_len, kv_len) is None else mask.heads
-    source = source_of(mask, q_len, kv_len, heads, [own.b * heads + h], device)
+    source = source_of(mask, q_len, kv_len, heads, [head_mask.b * heads + h], device)
     if source is None:
         return None
     counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)
     state, mailbox, first = source.prepared(counted + words, 0, 0, device)
     _launch(source, state, first, q_len, kv_len, height, (0, -1, counted))
-    found = state[counted : counted + words].view(2 * row_blocks, -1)
-    pieces = [unpack(piece, kv_len) for piece in found.split(max(1, _UNPACKED // kv_len))]
+    packed = state[counted : counted + words].view(2 * row_blocks, -1)
+    pieces = [unpack(piece, kv_len) for piece in packed.split(max(1, _UNPACKED // kv_len))]
     some, every = torch.cat(pieces).view(2, row_blocks, kv_len)
     mailbox.wait(0, device)
     mailbox.read(0)
@@ -117,7 +117,7 @@ def _launch(
     source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
 ) -> None:
     """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are numbers of `count_slabs`."""
-    from stof.layout.build.gpu.count_kernel import count_slabs
+    from stof.layout.builders.gpu.count_kernel import count_slabs
     from stof.runtime.launch import launch
 
     row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)

@@ -12,8 +12,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.build.gpu.program import program_bounds
-from stof.layout.build.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.builders.gpu.program import program_bounds
+from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
 _EMPTY = tl.constexpr(0)
@@ -84,7 +84,7 @@ def _state_pointers(state_ptr, blocks, tiles, slots):
 def classify_tiles(
     source_ptr,  # see SOURCE
     state_ptr,
-    found_ptr,  # [3 + 4 P] int32 on the host, see `_numbered`
+    mailbox_ptr,  # [3 + 4 P] int32 on the host, see `_numbered`
     stride_b,
     stride_h,
     stride_q,
@@ -121,7 +121,7 @@ def classify_tiles(
     if SOURCE == PROGRAM:
         source_ptr = numbers_ptr
         column = first_column + tl.arange(0, GROUP)
-        # Past the last column the last one stands in, and is left out again.
+        # Columns past the end are clamped to the last one; their results are discarded.
         kv0 = tl.minimum(column, columns - 1) * BLOCK_N
         last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
         last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
@@ -165,7 +165,7 @@ def classify_tiles(
     # What all threads have stored comes before the count, which alone orders memory: that costs as much as a tile.
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1) == tl.num_programs(0) - 1:
-        _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK)
+        _numbered(state_ptr, mailbox_ptr, row_blocks, columns, patterns, slots, CHUNK)
 
 
 @triton.jit
@@ -191,9 +191,9 @@ def _read_tile(
         words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile_column, q_len, kv_len,
                         SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
         row = (first + tl.arange(0, ROWS))[:, None]
-        own_a, own_b = _hashed(words, row * WORDS + tl.arange(0, WORDS)[None, :])
-        a += own_a
-        b += own_b
+        rows_a, rows_b = _hashed(words, row * WORDS + tl.arange(0, WORDS)[None, :])
+        a += rows_a
+        b += rows_b
         lacks |= tl.where(row < rows, words ^ ALL, 0)
     a = tl.reshape(a, (ROWS * WORDS,), can_reorder=True)
     b = tl.reshape(b, (ROWS * WORDS,), can_reorder=True)
@@ -208,11 +208,11 @@ def _slot_of(state_ptr, tile, key, other, blocks, tiles, slots):
     """Find or take the slot of a bitmap, and leave there what numbering it takes."""
     keys_ptr, first_ptr, _, done_ptr, hash_ptr, _, _, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
     slot = (key & (slots - 1)).to(tl.int32)
-    found = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
-    while (found != 0) & (found != key):
+    stored_key = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
+    while (stored_key != 0) & (stored_key != key):
         slot = (slot + 1) & (slots - 1)
-        found = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
-    if found == 0:
+        stored_key = tl.atomic_cas(keys_ptr + slot, key * 0, key, sem="relaxed")
+    if stored_key == 0:
         tl.store(owner_ptr + tiles + tl.atomic_add(done_ptr + 1, 1, sem="relaxed"), slot)
     tl.atomic_max(first_ptr + slot, tiles - tile, sem="relaxed")
     # Sums tell whether all of a slot's tiles have the same second hash.
@@ -236,10 +236,10 @@ def _identity(state_ptr, blocks, tiles, slots, first, count, CHUNK: tl.constexpr
         slot = tl.maximum(code - 1, 0)
         leader = tiles - tl.load(first_ptr + slot, mask=partial, other=0)
         key = tl.load(keys_ptr + slot, mask=partial, other=-1).to(tl.uint64, bitcast=True)
-        own = tl.load(hash_ptr + leader, mask=partial, other=-1).to(tl.uint64, bitcast=True)
+        second_hash = tl.load(hash_ptr + leader, mask=partial, other=-1).to(tl.uint64, bitcast=True)
         place = (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         a += tl.where(code == _EMPTY, 0, _mixed_64(key ^ place))
-        b += tl.where(code == _EMPTY, 0, _mixed_64(own + place))
+        b += tl.where(code == _EMPTY, 0, _mixed_64(second_hash + place))
     return tl.sum(a.to(tl.int64, bitcast=True), 0), tl.sum(b.to(tl.int64, bitcast=True), 0)
 
 
@@ -297,7 +297,7 @@ def _rank_by_scan(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK: tl.constexpr):
+def _numbered(state_ptr, mailbox_ptr, row_blocks, columns, patterns, slots, CHUNK: tl.constexpr):
     """Number bitmaps in the order of their first tiles, in the program that ends last.
 
     Writes how many tiles and bitmaps there are, and how many bitmaps share only half of their slot's hash, each plus 1:
@@ -319,14 +319,14 @@ def _numbered(state_ptr, found_ptr, row_blocks, columns, patterns, slots, CHUNK:
         for pattern in range(patterns):
             each = row_blocks * columns
             a, b = _identity(state_ptr, blocks, tiles, slots, pattern * each, each, CHUNK)
-            identity_ptr = found_ptr + 3 + 4 * pattern
+            identity_ptr = mailbox_ptr + 3 + 4 * pattern
             tl.store(identity_ptr, a.to(tl.int32))
             tl.store(identity_ptr + 1, (a >> 32).to(tl.int32))
             tl.store(identity_ptr + 2, b.to(tl.int32))
             tl.store(identity_ptr + 3, (b >> 32).to(tl.int32))
-    tl.store(found_ptr, total + 1)
-    tl.store(found_ptr + 1, distinct + 1)
-    tl.store(found_ptr + 2, clash + 1)
+    tl.store(mailbox_ptr, total + 1)
+    tl.store(mailbox_ptr + 1, distinct + 1)
+    tl.store(mailbox_ptr + 2, clash + 1)
 
 
 @triton.jit
@@ -337,8 +337,8 @@ def _write_row_block(
 ):  # fmt: skip
     """One row block's tiles, partial ones first, and its place among all."""
     full_ptr = partial_ptr + row_blocks
-    own_partial = tl.load(partial_ptr + row_block)
-    own_full = tl.load(full_ptr + row_block)
+    partial_tiles = tl.load(partial_ptr + row_block)
+    full_tiles = tl.load(full_ptr + row_block)
     begin = 0
     for start in range(0, row_blocks, _CHUNK):
         other = start + tl.arange(0, _CHUNK)
@@ -347,10 +347,10 @@ def _write_row_block(
         begin += tl.sum(tl.where(other < row_block, partial + full, 0), 0)
     tl.store(pointers_ptr + row_block, begin)
     if row_block == row_blocks - 1:
-        tl.store(pointers_ptr + row_blocks, begin + own_partial + own_full)
-    tl.store(partial_count_ptr + row_block, own_partial)
+        tl.store(pointers_ptr + row_blocks, begin + partial_tiles + full_tiles)
+    tl.store(partial_count_ptr + row_block, partial_tiles)
     partial_at = begin
-    full_at = begin + own_partial
+    full_at = begin + partial_tiles
     for start in range(0, columns, _CHUNK):
         column = start + tl.arange(0, _CHUNK)
         code = tl.load(code_ptr + row_block * columns + column, mask=column < columns, other=_EMPTY)
