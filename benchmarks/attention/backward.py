@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ class BackwardRow:
         mask, shape, dtype, impl: the problem, and who computes it.
         passes: "forward", "backward" (the gradients of q, k and v) or "both".
         us: median GPU time, or wall time on a CPU; None where the implementation failed or a gradient is wrong.
+        host_us: until the call returns; on a CPU the same as `us`.
+        graphed: whether `us` is that of a CUDA graph's replay; else, on a GPU, it has the host's time in it.
         deterministic: whether two equal backward passes gave equal bits.
         note: why there is no time.
     """
@@ -43,6 +46,8 @@ class BackwardRow:
     impl: str
     passes: str
     us: float | None
+    host_us: float | None = None
+    graphed: bool = False
     deterministic: bool | None = None
     note: str = ""
 
@@ -52,9 +57,12 @@ def backward_rows(
     rounds: int,
 ) -> Iterator[BackwardRow]:  # fmt: skip
     """Check and time every implementation, all of one problem in turn."""
-    for shape in shapes:
-        for named in grid:
-            yield from _cell(named, shape, impls, device, dtype, rounds)
+    # Autograd runs a backward pass on the forward's stream, and nothing can be captured on the default stream.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
+    with stream:
+        for shape in shapes:
+            for named in grid:
+                yield from _cell(named, shape, impls, device, dtype, rounds)
 
 
 def _cell(
@@ -80,7 +88,7 @@ def _cell(
             if not error <= _TOLERANCE[q.itemsize]:
                 raise ValueError(f"wrong: a gradient is off by {error:.2g} of the largest")
         except Exception as problem:  # a peer may refuse, or run out of memory: a row of the table
-            yield row(impl, "both", None, None, f"{type(problem).__name__}: {problem}".splitlines()[0])
+            yield row(impl, "both", None, note=f"{type(problem).__name__}: {problem}".splitlines()[0])
             continue
         deterministic[impl] = all(map(torch.equal, gradients, again))
         calls[impl, "forward"] = partial(_forward, attend, q, k, v)
@@ -89,7 +97,8 @@ def _cell(
     times = time_calls({"|".join(key): call for key, call in calls.items()}, device, rounds=rounds)
     for impl, passes in calls:
         time = times[f"{impl}|{passes}"]
-        yield row(impl, passes, time.call_us if time.gpu_us is None else time.gpu_us, deterministic[impl])
+        us = time.call_us if time.gpu_us is None else time.gpu_us
+        yield row(impl, passes, us, time.call_us, time.graphed, deterministic[impl])
 
 
 def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

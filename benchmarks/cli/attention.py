@@ -189,11 +189,14 @@ def backward(
     where, precision = _place(device, dtype)
     chosen = names("--impls", impls or ("stof sdpa" if where.type == "cpu" else " ".join(PEERS)), PEERS)
     wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
-    table = Table("mask", "shape", "implementation", "pass", "us", title=f"Gradients on {device_name(where)}")
+    table = Table(
+        "mask", "shape", "implementation", "pass", "us", "host us", title=f"Gradients on {device_name(where)}"
+    )
     rows = []
     for row in backward_rows([grid_mask(name) for name in masks.split()], wanted, chosen, where, precision, rounds):
         rows.append(row)
-        table.add_row(row.mask, row.shape, row.impl, row.passes, row.note if row.us is None else f"{row.us:.0f}")
+        figures = (row.note, "") if row.us is None else (f"{row.us:.0f}", f"{row.host_us:.0f}")
+        table.add_row(row.mask, row.shape, row.impl, row.passes, *figures)
         if output is not None:
             write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
