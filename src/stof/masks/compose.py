@@ -317,7 +317,7 @@ class Transposed(Wrapped):
 
     @property
     def row_orders(self) -> tuple[str, ...]:
-        return ()  # those of the inner mask are for its own rows
+        return self.mask.row_orders  # keys that lie as queries do, in a stride or a grid, suit the same orders
 
     @property
     def has_monotonic_ranges(self) -> bool:

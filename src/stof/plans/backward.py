@@ -31,7 +31,7 @@ class PlanGradients:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._layouts: dict[tuple[LayoutConfig, bool], Layout] = {}
+        self._layouts: dict[tuple[tuple[LayoutConfig, str | None], bool], Layout] = {}
         self._prepared: dict[tuple[str, BackwardTiling], Any] = {}
         self._failed: dict[tuple[str, BackwardTiling], str] = {}
         self._geometries: dict[bool, MaskGeometry] = {}
@@ -86,14 +86,14 @@ class PlanGradients:
         with tensors_on_host():
             return backward.prepare(self._layout_of, tiling)
 
-    def _layout_of(self, config: LayoutConfig | None, transposed: bool = False) -> Layout:
-        if config is None:
+    def _layout_of(self, chosen: tuple[LayoutConfig, str | None] | None, transposed: bool = False) -> Layout:
+        if chosen is None:
             return self._plan.layout
-        key = (config, transposed)
+        key = (chosen, transposed)
         if key not in self._layouts:
             if self._plan.mask is not None:
                 self._plan.mask.refuse_changed()
-            self._layouts[key] = self._geometry(transposed).build(config, None)
+            self._layouts[key] = self._geometry(transposed).build(*chosen)
         return self._layouts[key]
 
     def _geometry(self, swap: bool) -> MaskGeometry:

@@ -27,13 +27,13 @@ class BackwardTiling:
     """Layouts and configurations of the kernels for dQ, and for dK and dV; None for the plan's layout.
 
     Attributes:
-        dq_layout: of the mask.
-        dkv_layout: of the transposed mask.
+        dq_layout: of the mask, and the name of its row order.
+        dkv_layout: of the transposed mask, whose rows are keys.
         dq, dkv: how the kernels run.
     """
 
-    dq_layout: LayoutConfig | None = None
-    dkv_layout: LayoutConfig | None = None
+    dq_layout: tuple[LayoutConfig, str | None] | None = None
+    dkv_layout: tuple[LayoutConfig, str | None] | None = None
     dq: KernelConfig | None = None
     dkv: KernelConfig | None = None
 
@@ -115,7 +115,7 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
         for transposed, table, programs in zip((False, True), tables, groups, strict=True)
     )
     ranked = sorted(product(dq, dkv), key=lambda pair: pair[0].us + pair[1].us)
-    small = LayoutConfig(*_SMALL[width])
+    small = LayoutConfig(*_SMALL[width]), None
     least = KernelConfig(num_warps=4, num_stages=2, split_tiles=_SPLITS[-1])
     return (
         *(BackwardTiling(one.layout, other.layout, one.kernel, other.kernel) for one, other in ranked),
@@ -125,29 +125,29 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
 
 @dataclass(frozen=True)
 class _Estimate:
-    layout: LayoutConfig
+    layout: tuple[LayoutConfig, str | None]
     kernel: KernelConfig
     us: float
 
 
 def _ranked(tiles: tuple[_Tile, ...], geometry: MaskGeometry, groups: int, heads_in_group: int) -> list[_Estimate]:
-    """The best variant of each tile size."""
-    layouts = {
-        tile: [LayoutConfig(tile.rows, tile.columns, slab) for slab in ((None, 1) if tile.columns >= 32 else (None,))]
-        for tile in tiles
-    }
-    survey = geometry.survey(tuple(layout for several in layouts.values() for layout in several), None)
+    """The best variant of each tile size: contiguous or gathered columns, row orders, heavy row blocks split or not."""
     device = geometry.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
     def variants(tile: _Tile) -> Iterator[_Estimate]:
-        for layout in layouts[tile]:
-            counts = survey.counts[layout]
-            longest = max(1, int((counts.partial + counts.full).max()))
-            for split in _SPLITS:
-                if split < longest:
-                    us = _estimate(tile, counts, split, groups, heads_in_group, processors)
-                    yield _Estimate(layout, KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split), us)
+        for order, slabs in ((None, (None, 1)), *((name, (1,)) for name in geometry.row_orders)):
+            every = tuple(LayoutConfig(one.rows, one.columns, slab) for one in tiles for slab in slabs)
+            counted = geometry.survey(every, order).counts
+            for slab in slabs:
+                layout = LayoutConfig(tile.rows, tile.columns, slab)
+                counts = counted[layout]
+                longest = max(1, int((counts.partial + counts.full).max()))
+                for split in _SPLITS:
+                    if split < longest:
+                        us = _estimate(tile, counts, split, groups, heads_in_group, processors)
+                        kernel = KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split)
+                        yield _Estimate((layout, order), kernel, us)
 
     return [min(variants(tile), key=lambda one: one.us) for tile in tiles]
 

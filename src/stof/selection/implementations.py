@@ -48,8 +48,9 @@ class Backward:
         capabilities: what it can run; the row order does not matter.
         tilings: `(call, geometry_of) -> tilings`, the layouts and configurations to try, best first;
             `geometry_of(transposed)` is that of the mask or of the transposed mask.
-        prepare: `(layout_of, tiling) -> prepared`, where `layout_of(config, transposed=)` gives a layout of the mask
-            (rows are queries) or of the transposed mask (rows are keys), and `layout_of(None)` the plan's.
+        prepare: `(layout_of, tiling) -> prepared`. `layout_of((config, row_order))` gives a layout of the mask, whose
+            rows are queries; with `transposed=True` of the transposed mask, whose rows are keys; `layout_of(None)`
+            gives the plan's.
         bind: `(q, k, v, out, d_out, d_lse, prepared, options, needs) -> call`, see `BackwardCall`.
     """
 
