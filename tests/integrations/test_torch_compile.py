@@ -224,11 +224,11 @@ def test_no_mask_is_none_of_an_earlier_optimize() -> None:
         same(stof.optimize(model, store=False)(ids)[0], plain)
 
 
-def test_training_mode_is_refused_before_anything_is_changed() -> None:
+def test_options_in_training_mode_are_refused_before_anything_is_changed() -> None:
     model, _ = make("bert")
     before = set(model.state_dict())
-    with pytest.raises(UnsupportedError, match=r"call model\.eval\(\) first"):
-        stof.optimize(model.train())
+    with pytest.raises(ArgumentError, match=r"call model\.eval\(\) first"):
+        stof.optimize(model.train(), store=False)
     assert dict(model.named_parameters()).keys() == before - set(dict(model.named_buffers()))
 
 

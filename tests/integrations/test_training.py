@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stof
 from stof import masks
-from stof.errors import UnsupportedError
+from stof.errors import ArgumentError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -135,3 +136,26 @@ def test_attention_dropout_is_refused() -> None:
     model = hf.enable(models.bert().train())
     with pytest.raises(UnsupportedError, match="has no dropout"):
         model(**models.batch())
+
+
+@pytest.mark.filterwarnings("ignore")  # of Inductor and what it imports
+def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled forward and backward under a sparse mask, then fused inference of the same model."""
+    model = training(models.llama(), torch.float32)
+    window = masks.sliding_window(5)
+    inputs = batch(model)
+    with hf.sparsify(hf.enable(model), window):
+        expected = gradients(model, inputs)
+    with caplog.at_level("INFO", logger="stof"):
+        compiled = stof.optimize(model, mask=window)
+    assert "training mode" in caplog.text
+    got = gradients(compiled, inputs)
+    assert_equal({name.removeprefix("_orig_mod."): gradient for name, gradient in got.items()}, expected)
+    with torch.inference_mode():
+        trained = model.eval()(**inputs).logits
+        torch.testing.assert_close(stof.optimize(model, mask=window)(**inputs).logits, trained, atol=1e-4, rtol=1e-4)
+
+
+def test_options_of_inference_are_refused_in_training_mode() -> None:
+    with pytest.raises(ArgumentError, match="training mode"):
+        stof.optimize(training(models.llama(), torch.float32), deterministic=True)

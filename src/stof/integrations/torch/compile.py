@@ -6,6 +6,7 @@ keys hold the rewritten graph, this package's source and the fusion scheme.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from stof.version import __version__
 
 __all__ = ["CompileOptions", "FusionReport", "optimize", "pack_weights", "stof_backend", "unpack_weights"]
 
+_log = logging.getLogger(__name__)
 # The attribute of a model that holds the masks `optimize` set.
 _MASKS = "_stof_optimized_masks"
 
@@ -182,23 +184,27 @@ def optimize(
 ) -> nn.Module:
     """Prepare a model's modules for fusion, in place, and compile it with backend "stof".
 
+    In training mode, stof computes the attention of a Hugging Face model, forward and backward, and Inductor compiles
+    the rest: stof's fused operators compute forward passes only. After `model.eval()`, optimize the model again.
+
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode for fused inference, in training mode to train it.
         mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
             the model's own mask. Either takes the place of the mask of an earlier `optimize`; masks that `hf.sparsify`
             set stay.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
-        pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`).
+        pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`), except
+            in training mode.
         dynamic: as in `torch.compile`.
-        options: of the backend, see `CompileOptions`.
+        options: of the backend, see `CompileOptions`; none in training mode.
 
     Returns:
         the compiled model. `unpack_weights(model)` undoes the packing; attention is set back by
         `model.set_attn_implementation`.
 
     Raises:
-        UnsupportedError: the model is in training mode, or its attention cannot be served.
-        ArgumentError: an unknown option, or a mask without `attention`.
+        UnsupportedError: the model's attention cannot be served.
+        ArgumentError: an unknown option, any option in training mode, or a mask without `attention`.
         MaskError: something that is no mask. A refused model is as it was before.
 
     Examples:
@@ -213,11 +219,10 @@ def optimize(
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimize takes a torch.nn.Module, got {type(model).__name__}")
-    if model.training:
-        raise UnsupportedError(
-            "stof.optimize compiles inference only; call model.eval() first, or train with "
-            "stof.integrations.transformers.enable(model) and torch.compile(model)",
-            {},
+    if model.training and options:
+        raise ArgumentError(
+            f"{', '.join(options)}: options of fused inference, and the model is in training mode; call model.eval() "
+            "first, or leave them out"
         )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
@@ -239,6 +244,9 @@ def optimize(
             setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(per_layer))))
     else:
         _remove_masks(model)
+    if model.training:
+        _log.info("training mode: attention is stof's; Inductor compiles all else, forward and backward, unfused")
+        return cast(nn.Module, torch.compile(model, dynamic=dynamic))
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
