@@ -17,7 +17,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import stof
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError
 from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED
 from stof.fusion.planner.match import TemplateMatch
 from stof.fusion.planner.search_space import Progress
