@@ -66,18 +66,9 @@ MODULES = modules(SOURCE)
 BENCHMARKS = modules(Path(benchmarks.__file__).parent)
 
 
-def imports(path: Path, typing: bool = True) -> list[tuple[int, str]]:
-    """`(line, module)` of every import of stof's own modules and of the benchmarks, wherever in the file it stands.
-
-    Args:
-        path: the file.
-        typing: whether to count those under `if TYPE_CHECKING`, which never run.
-    """
+def imports(path: Path) -> list[tuple[int, str]]:
+    """`(line, module)` of every import of stof's own modules and of the benchmarks, wherever in the file it stands."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    if not typing:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -153,12 +144,9 @@ def test_circles_are_found() -> None:
 
 
 def test_no_import_circles() -> None:
-    """Every import counts, those inside functions too; only those under `if TYPE_CHECKING` never run."""
+    """Every import counts: those inside functions, and those under `if TYPE_CHECKING`, which never run."""
     paths = MODULES | BENCHMARKS
-    graph = {
-        name: {target for _, target in imports(path, typing=False) if target in paths} - {name}
-        for name, path in paths.items()
-    }
+    graph = {name: {target for _, target in imports(path) if target in paths} - {name} for name, path in paths.items()}
     assert circles(graph) == []
 
 

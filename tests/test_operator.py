@@ -23,7 +23,7 @@ from stof.errors import DtypeError, MaskError
 from stof.handles import NUMBERED
 from stof.layout import LayoutConfig
 from stof.masks import Mask
-from stof.masks.base import numbered_mask
+from stof.masks.parse import mask_by_number
 from stof.operators import masked_attention_op, varying_attention_op
 from stof.selection import IMPLEMENTATIONS
 from stof.testing import assert_attention, make_inputs, spread
@@ -277,13 +277,13 @@ def test_numbers_are_those_of_values() -> None:
     number = first.number
     del first
     gc.collect()
-    assert numbered_mask(number) == same
+    assert mask_by_number(number) == same
     assert pickle.loads(pickle.dumps(same)).number == number
     digest = hashlib.sha1(b"")
-    with unittest.mock.patch("stof.masks.base.hashlib.blake2b", return_value=digest):
+    with unittest.mock.patch("stof.runtime.registry.hashlib.blake2b", return_value=digest):
         clashing = [masks.padding([n, 1]) for n in range(3, 6)]
     assert len({mask.number for mask in clashing}) == 3
-    assert [numbered_mask(mask.number) for mask in clashing] == clashing
+    assert [mask_by_number(mask.number) for mask in clashing] == clashing
 
 
 def test_masks_that_change_are_left_out_of_inductors_graphs() -> None:

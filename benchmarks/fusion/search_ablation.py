@@ -35,7 +35,7 @@ from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelComp
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import Sampling, SearchResult, finish_search, stage_one
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Candidate, Records, SegmentTimes, Store, segment_key
+from stof.fusion.records.store import Records, SegmentCandidate, SegmentTimes, Store, segment_key
 from stof.runtime.files import read_json
 
 # Budgets, as fractions of the exhaustive search's measurements.
@@ -61,8 +61,8 @@ class Segment:
 
     label: str
     places: tuple[tuple[int, int], ...]
-    times: Mapping[Candidate | None, float]
-    floors: Mapping[Candidate, float]
+    times: Mapping[SegmentCandidate | None, float]
+    floors: Mapping[SegmentCandidate, float]
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Table:
         def key(start: int, stop: int) -> Hashable:
             return at[start, stop].places if (start, stop) in at else (start, stop)
 
-        def candidates(start: int, stop: int) -> list[Candidate]:
+        def candidates(start: int, stop: int) -> list[SegmentCandidate]:
             return [c for c in at[start, stop].times if c is not None] if (start, stop) in at else []
 
-        def measure(start: int, stop: int, asked: Sequence[Candidate | None]) -> list[float]:
+        def measure(start: int, stop: int, asked: Sequence[SegmentCandidate | None]) -> list[float]:
             return [at[start, stop].times[candidate] for candidate in asked]
 
-        def floor(start: int, stop: int, candidate: Candidate) -> float:
+        def floor(start: int, stop: int, candidate: SegmentCandidate) -> float:
             return at[start, stop].floors[candidate]
 
         return Space(len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=kind_of)
@@ -119,8 +119,8 @@ class Table:
         """A table as it was written."""
         segments = []
         for one in data["segments"]:
-            times: dict[Candidate | None, float] = {None: one["inductor_us"]}
-            floors: dict[Candidate, float] = {}
+            times: dict[SegmentCandidate | None, float] = {None: one["inductor_us"]}
+            floors: dict[SegmentCandidate, float] = {}
             for template, config, us, floor in one["candidates"]:
                 times[template, config] = math.inf if us is None else us
                 floors[template, config] = floor
@@ -212,7 +212,7 @@ def measured(
     return Table(intensive, classes, graph.space().longest, tuple(segments)), taken
 
 
-_Found = dict[Hashable, tuple[list[tuple[int, int]], dict[Candidate | None, float]]]
+_Found = dict[Hashable, tuple[list[tuple[int, int]], dict[SegmentCandidate | None, float]]]
 
 
 def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) -> int:

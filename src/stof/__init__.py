@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stof import errors, masks
 from stof.attention import attention, explain, plan
 from stof.dynamic.plan import DynamicPlan, dynamic_plan
+from stof.kernels.merge import merge
 from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
 from stof.plans.make import plan_cache
@@ -30,6 +31,7 @@ __all__ = [
     "errors",
     "explain",
     "masks",
+    "merge",
     "optimize",
     "plan",
     "plan_cache",

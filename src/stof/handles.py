@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.masks import Mask, full
-from stof.masks.base import numbered_mask
-from stof.masks.parse import mask_by_key
+from stof.masks.parse import mask_by_key, mask_by_number
 from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
 from stof.plans.plan import Plan
 from stof.runtime.private import is_exporting
@@ -98,16 +97,16 @@ def intersection(own: Mask | Intersection, other: Mask) -> Mask | Intersection:
 
 def _numbered(number: int, handle: str) -> Mask:
     """The mask that `NUMBERED`, or the handle of an `Intersection`, names; all masks in it must be alive."""
-    first = numbered_mask(number)
+    first = mask_by_number(number)
     if handle == NUMBERED:
         return first
-    found = _INTERSECTIONS.get((number, handle))
-    if found is None:
+    intersected = _INTERSECTIONS.get((number, handle))
+    if intersected is None:
         texts = handle.split(_SEPARATOR)[1:]
         made = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
         # Where an equal mask lives already, such as a plan's, that one: `made` is freed with this call, and its entry.
-        found = _INTERSECTIONS[number, handle] = numbered_mask(made.number)
-    return found
+        intersected = _INTERSECTIONS[number, handle] = mask_by_number(made.number)
+    return intersected
 
 
 def named(mask: str, number: int, keep: Tensor | None) -> Any:
@@ -121,7 +120,7 @@ def named(mask: str, number: int, keep: Tensor | None) -> Any:
 
 def _named(text: str) -> Mask:
     """The mask of a text in a handle, `#N` or a key."""
-    return numbered_mask(int(text[1:])) if text.startswith("#") else mask_by_key(text)
+    return mask_by_number(int(text[1:])) if text.startswith("#") else mask_by_key(text)
 
 
 def mask_of(given: Any) -> Mask:

@@ -29,7 +29,7 @@ from benchmarks.fusion.search_ablation import (
 from stof.errors import ArgumentError
 from stof.fusion.planner import match
 from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.records.store import Candidate, Store
+from stof.fusion.records.store import SegmentCandidate, Store
 from stof.fusion.templates.registry import Template
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ class Timer:
     """Made-up times by template and configuration."""
 
     def __init__(self) -> None:
-        self.failures: dict[Candidate, str] = {}
+        self.failures: dict[SegmentCandidate, str] = {}
         self.asked: list[tuple[TemplateMatch, str | None]] = []
 
     def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:

@@ -23,7 +23,7 @@ from stof.fusion.planner.two_stage_search import (
     stage_two,
     two_stage,
 )
-from stof.fusion.records.store import Candidate
+from stof.fusion.records.store import SegmentCandidate
 from tests.examples import examples
 
 # One letter an operator: C and D are compute-intensive.
@@ -36,7 +36,7 @@ class Tabled:
 
     def __init__(self, letters: str, table: Table) -> None:
         self.letters, self.table = letters, table
-        self.asked: list[tuple[str, Candidate | None]] = []
+        self.asked: list[tuple[str, SegmentCandidate | None]] = []
         layers = find_layers(letters)
         classes = [layers.place_class(i) for i in range(len(letters))]
         self.operators = OperatorClasses([c in "CD" for c in letters], classes)
@@ -45,11 +45,11 @@ class Tabled:
     def key(self, start: int, stop: int) -> Hashable:
         return self.letters[start:stop]
 
-    def candidates(self, start: int, stop: int) -> Sequence[Candidate]:
+    def candidates(self, start: int, stop: int) -> Sequence[SegmentCandidate]:
         text = self.letters[start:stop]
         return [(text, config) for config in self.table.get(text, {})]
 
-    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(self, start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         text = self.letters[start:stop]
         self.asked += [(text, candidate) for candidate in candidates]
         return [INDUCTOR * len(text) if c is None else self.table[text][c[1]] for c in candidates]
@@ -121,9 +121,9 @@ def test_stage_one_measures_one_segment_of_each_kind_the_given_and_the_longest_f
 def test_every_template_of_a_segment_is_tried_first() -> None:
     """The first template's default is slow, the second one's is fast; both come before any configuration."""
     times = {None: 20.0, ("a", ""): 26.0, ("b", ""): 10.0, ("a", "x"): 9.0}
-    asked: list[Candidate | None] = []
+    asked: list[SegmentCandidate | None] = []
 
-    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         asked.extend(candidates)
         return [times[candidate] for candidate in candidates]
 
@@ -173,7 +173,7 @@ def test_times_that_cannot_be_told_never_win(unclear: tuple[str, ...]) -> None:
     problem = Tabled(LAYER, TABLE)
     lost = None if unclear == (None,) else unclear
 
-    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         times = problem.measure(start, stop, candidates)
         lies = [candidate == lost and problem.key(start, stop) == "Cg" for candidate in candidates]
         return [math.nan if lie else taken for lie, taken in zip(lies, times, strict=True)]
@@ -251,7 +251,7 @@ def test_more_is_drawn_where_more_was_gained() -> None:
     fast = iter(range(1, 1000))
     plain = tabled.measure
 
-    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         times = plain(start, stop, candidates)
         return [
             t - 0.01 * next(fast) if c is not None and c[0] == "Cg" else t
@@ -307,7 +307,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
     tabled = Tabled("e" + LAYER * 2, TABLE)
     plain = tabled.measure
 
-    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         now[0] += len(candidates)
         return plain(start, stop, candidates)
 
@@ -332,7 +332,7 @@ def test_budgets_end_a_search_with_what_is_known() -> None:
 
 
 def test_equal_seeds_draw_equally() -> None:
-    def drawn(seed: int) -> list[tuple[str, Candidate | None]]:
+    def drawn(seed: int) -> list[tuple[str, SegmentCandidate | None]]:
         tabled = Tabled("Cg", {"Cg": {"": 18.0} | {str(i): 19.0 for i in range(50)}})
         two_stage(MeasurementCache(tabled.space), seed=seed)
         return tabled.asked
@@ -342,14 +342,14 @@ def test_equal_seeds_draw_equally() -> None:
 
 def test_what_will_be_measured_is_announced_before() -> None:
     tabled = Tabled("e" + LAYER * 2, TABLE)
-    announced: set[tuple[str, Candidate | None]] = set()
-    surprises: list[tuple[str, Candidate | None]] = []
+    announced: set[tuple[str, SegmentCandidate | None]] = set()
+    surprises: list[tuple[str, SegmentCandidate | None]] = []
 
     def prepare(wanted: Sequence[Wanted]) -> None:
         announced.update((tabled.letters[start:stop], one) for start, stop, some in wanted for one in some)
         assert all(some for _, _, some in wanted)
 
-    def measure(start: int, stop: int, candidates: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         asked = {(tabled.letters[start:stop], one) for one in candidates if one is not None}
         surprises.extend(asked - announced)
         return tabled.measure(start, stop, candidates)

@@ -27,7 +27,7 @@ from stof.fusion.planner.graph_space import GraphSpace
 from stof.fusion.planner.match import TemplateMatch, find_matches
 from stof.fusion.records.choices import TunedConfig
 from stof.fusion.records.report import FusionReport, SegmentReport
-from stof.fusion.records.store import Candidate
+from stof.fusion.records.store import SegmentCandidate
 from stof.fusion.templates.gemm_config import GemmShape
 from stof.fusion.templates.registry import TEMPLATES, GemmProblem, KernelPolicy, Template
 from stof.tuning.timing import Timing
@@ -103,7 +103,7 @@ class Table:
 
     def __init__(self, **factor: float) -> None:
         self.factor = factor
-        self.failures: dict[Candidate, str] = {}
+        self.failures: dict[SegmentCandidate, str] = {}
 
     def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> list[float]:
         inductor = 10.0 * len(match.operators)

@@ -18,7 +18,7 @@ from stof import masks
 from stof.errors import MaskError
 from stof.handles import FULL, Intersection, _numbered
 from stof.masks import Mask
-from stof.masks.base import numbered_mask
+from stof.masks.parse import mask_by_number
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -159,8 +159,8 @@ def test_intersections_of_calls_before_are_found() -> None:
     q, mask = torch.randn(1, 2, LENGTH, 8), _dense(6)
     stof.attention(q, q, q, mask & masks.sliding_window(3))  # its plan keeps a mask that is equal
     both = Intersection((mask, masks.sliding_window(3)))
-    found = _numbered(both.number, both.handle)
-    assert found is numbered_mask(found.number)
+    mask = _numbered(both.number, both.handle)
+    assert mask is mask_by_number(mask.number)
 
 
 def test_intersections_keep_no_tensor_alive() -> None:

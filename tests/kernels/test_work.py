@@ -19,7 +19,7 @@ from stof.kernels.common import PARTIAL_TILE_COST
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Options, attend_once, tensors_of
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM, Work, make_work, prepare
+from stof.kernels.triton.work_list import BIAS_VECTOR, WORK_ITEM, Work, make_work, prepare
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
 from stof.runtime import counters as scratch
@@ -162,7 +162,7 @@ def check_shapes(work: Work, layout: Layout) -> None:
     assert bool((work.partial_bitmap[-2:] == 0).all())
     assert len(work.full_columns) == 2 + (0 if work.full_runs else int(work.items[..., 4].max()))
     assert 0 <= int(work.partial_bitmap.min()) <= int(work.partial_bitmap.max()) < len(work.bitmaps)
-    assert work.items.shape[2] == len(ITEM)
+    assert work.items.shape[2] == len(WORK_ITEM)
     assert work.bitmaps.shape[1:] == (layout.config.block_m, 4)
 
 
@@ -232,7 +232,7 @@ def test_identical_masks_share_their_work() -> None:
 def test_an_empty_mask_has_items_without_tiles() -> None:
     layout = layout_of(torch.zeros(1, 1, 40, 90, dtype=torch.bool), LayoutConfig(16, 16))
     work = make_work(layout, 1)
-    assert work.items.shape == (1, 3, len(ITEM))
+    assert work.items.shape == (1, 3, len(WORK_ITEM))
     assert not work.has_partial
     assert not work.has_full
     assert (work.chunks, work.splits) == (0, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from copy import copy, deepcopy
+from unittest import mock
 
 import pytest
 import torch
@@ -188,6 +190,15 @@ def test_a_key_lives_as_long_as_any_equal_mask() -> None:
     third, key = masks.from_dense(keep), first.key
     del first
     assert mask_by_key(key) == third
+
+
+def test_keys_with_one_hash_are_told_apart() -> None:
+    with mock.patch("stof.runtime.registry.hashlib.blake2b", return_value=hashlib.sha1(b"")):
+        clashing = [masks.from_dense(torch.ones(4, 4, dtype=torch.bool)) for _ in range(3)]
+        assert len({mask.number for mask in clashing}) == 3
+        assert all(mask_by_key(mask.key) is mask for mask in clashing)
+        with pytest.raises(MaskError, match="no longer exists"):
+            mask_by_key("from_dense(<bool [4, 4] #1>)")
 
 
 def test_copies_of_tensors_are_other_values() -> None:

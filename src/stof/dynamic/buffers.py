@@ -17,7 +17,7 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
-from stof.kernels.triton.work_list import ITEM, Work
+from stof.kernels.triton.work_list import WORK_ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.runtime.memory import in_capture, outside_graph_pool
@@ -237,9 +237,9 @@ def empty_work(
 
     zeros = int_zeros(device)
     columns = zeros(tiles + 2, width)
-    items = zeros(patterns, problem.row_blocks, len(ITEM))
-    items[..., ITEM.parts] = 1
-    items[..., ITEM.row_block] = -1
+    items = zeros(patterns, problem.row_blocks, len(WORK_ITEM))
+    items[..., WORK_ITEM.parts] = 1
+    items[..., WORK_ITEM.row_block] = -1
     return Work(
         pattern_of=torch.arange(patterns, dtype=torch.int32, device=device).view(
             problem.mask_batch, problem.mask_heads

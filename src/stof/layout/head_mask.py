@@ -35,8 +35,8 @@ class HeadMask:
         return -(-self.q_len // block_m)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the mask holds no tensors or functions: its bounds can be computed on any device."""
+    def is_device_independent(self) -> bool:
+        """Whether the mask holds no tensors or functions, so that any device can compute its bounds."""
         return "<" not in self.mask.key
 
     def index(self, q: Tensor | Range, kv: Tensor | Range) -> Index:

@@ -1,13 +1,11 @@
-"""What every mask can do except being combined: `compose.py` adds `&`, `|`, `~` and the query offset."""
+"""What every mask can do except being combined: `compose.py` adds `&`, `|`, `~`, offsets and the transpose."""
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,16 +13,13 @@ from torch import Tensor
 from stof.errors import MaskError, ShapeError, shown
 from stof.masks.bounds import TileBounds
 from stof.masks.index import Index
+from stof.runtime.registry import Registry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from stof.masks.compose import Mask
-
-# Masks holding functions or tensors that are alive in this process, so that a compiled graph can name one by key.
-_ALIVE: WeakValueDictionary[str, Any] = WeakValueDictionary()
-# Masks that vary from call to call and are alive, so that a compiled graph can be told one by number.
-_NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Masks that vary from call to call or hold functions or tensors: a compiled graph is told one by its number or key.
+LIVING: Registry[Any] = Registry(lambda mask: mask.key)
 
 
 class BaseMask(ABC):
@@ -43,21 +38,14 @@ class BaseMask(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", repr(self))  # the dataclasses are frozen
-        if "<" in self.key:  # text alone cannot rebuild it
-            first = _ALIVE.setdefault(self.key, self)
+        number = 0
+        if self.varies or "<" in self.key:  # text alone cannot rebuild it
+            number, first = LIVING.add(self, self.key)
             if first is not self:
-                # Equal masks keep the first of them alive, so that its key is found while any of them lives.
+                # Equal masks keep the first of them alive, so that it is found while any of them lives.
                 object.__setattr__(self, "_first", first)
-        object.__setattr__(self, "number", self._numbered() if self.varies else 0)
+        object.__setattr__(self, "number", number)
         object.__setattr__(self, "may_change", self._reads_others())
-
-    def _numbered(self) -> int:
-        number = int.from_bytes(hashlib.blake2b(self.key.encode(), digest_size=7).digest(), "big") or 1
-        while (first := _NUMBERED.setdefault(number, self)) is not self and first.key != self.key:
-            number += 1
-        if first is not self:
-            object.__setattr__(self, "_first", first)
-        return number
 
     @property
     def varies(self) -> bool:
@@ -262,23 +250,3 @@ def numbered(values: Sequence[object]) -> Tensor:
     """int64 `[len(values)]` on the CPU: equal values get equal numbers, counted from 0."""
     seen: dict[object, int] = {}
     return torch.tensor([seen.setdefault(value, len(seen)) for value in values], dtype=torch.int64, device="cpu")
-
-
-def numbered_mask(number: int) -> Mask:
-    """The living mask with this number.
-
-    Raises:
-        MaskError: it is gone; a compiled graph outlived its mask.
-    """
-    found: Mask | None = _NUMBERED.get(number)
-    if found is None:
-        raise MaskError(
-            f"the mask number {number} no longer exists; keep masks for as long as code compiled with them runs"
-        )
-    return found
-
-
-def find_mask(key: str) -> Mask | None:
-    """The living mask with this key."""
-    found: Mask | None = _ALIVE.get(key)
-    return found

@@ -1,4 +1,4 @@
-"""Text to mask: the inverse of a mask's repr, for command lines and configuration files.
+"""Text to mask: the inverse of a mask's repr, for command lines and configuration files; and number to mask.
 
 Only calls of named patterns, literals and `& | ~` are read; nothing is executed.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import patterns
-from stof.masks.base import find_mask
+from stof.masks.base import LIVING
 from stof.masks.compose import Mask, placed, transposed
 
 PATTERNS: dict[str, Callable[..., Mask]] = {
@@ -43,9 +43,9 @@ def mask_by_key(key: str) -> Mask:
     Raises:
         MaskError: the key names a function or tensor that no longer exists.
     """
-    found = find_mask(key)
-    if found is not None:
-        return found
+    mask: Mask | None = LIVING.find(key) if "<" in key else None
+    if mask is not None:
+        return mask
     try:
         return _parsed(key)
     except MaskSyntaxError:
@@ -54,6 +54,20 @@ def mask_by_key(key: str) -> Mask:
             "mask = masks.from_function(f) or masks.from_block_mask(b), and keep them for as long as compiled code "
             "uses them"
         ) from None
+
+
+def mask_by_number(number: int) -> Mask:
+    """The living mask whose `number` this is.
+
+    Raises:
+        MaskError: it is gone; a compiled graph outlived its mask.
+    """
+    mask: Mask | None = LIVING.get(number)
+    if mask is None:
+        raise MaskError(
+            f"the mask number {number} no longer exists; keep masks for as long as code compiled with them runs"
+        )
+    return mask
 
 
 @functools.lru_cache(maxsize=256)

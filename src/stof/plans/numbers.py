@@ -1,22 +1,20 @@
-"""Numbers by which compiled code finds plans: a graph can hold a number, not a plan."""
+"""Numbers by which compiled code finds plans."""
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from typing import Any
-from weakref import WeakValueDictionary
 
 from stof.errors import ArgumentError
+from stof.runtime.registry import Registry
 
-_BY_NUMBER: WeakValueDictionary[int, Numbered] = WeakValueDictionary()
+_PLANS: Registry[Numbered] = Registry(lambda plan: plan._content)
 
 
 class Numbered:
     """Has a number while it lives.
 
     Attributes:
-        number: random, so that it means nothing to another process, until `name_after`.
+        number: random until `name_after` is called, then that of the content.
     """
 
     number: int
@@ -25,20 +23,14 @@ class Numbered:
 
     def _take_number(self) -> None:
         """Take a new random number."""
-        self.number, self._content, self._first = secrets.randbits(62), None, None
-        _BY_NUMBER[self.number] = self
+        self._content = self._first = None
+        self.number = _PLANS.add_nameless(self)
 
     def name_after(self, content: str) -> None:
-        """Take a number that objects of the same content have in every process.
-
-        Graphs with a constant number are then found in the compilers' own caches.
-        """
-        self._content = content
-        number = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "big")
-        while (first := _BY_NUMBER.setdefault(number, self)) is not self and first._content != content:
-            number += 1
-        del _BY_NUMBER[self.number]
-        self.number = number
+        """Take the number that objects of this content have in every process."""
+        nameless, self._content = self.number, content
+        self.number, first = _PLANS.add(self, content)
+        _PLANS.remove(nameless)
         self._first = None if first is self else first  # found by this number for as long as either lives
 
     @staticmethod
@@ -48,7 +40,7 @@ class Numbered:
         Raises:
             ArgumentError: it is gone; a compiled graph outlived its plan.
         """
-        found = _BY_NUMBER.get(number)
-        if found is None:
+        plan = _PLANS.get(number)
+        if plan is None:
             raise ArgumentError(f"plan {number} is gone; keep the plan alive as long as code compiled with it runs")
-        return found
+        return plan

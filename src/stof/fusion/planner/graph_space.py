@@ -16,7 +16,7 @@ from stof.fusion.planner.heuristics import MAX_OPS, tuning_key
 from stof.fusion.planner.match import TemplateMatch, find_matches, insertion_point
 from stof.fusion.planner.search_space import Space, Wanted
 from stof.fusion.records.choices import Choices, ConfigLookup, TunedConfig
-from stof.fusion.records.store import Candidate
+from stof.fusion.records.store import SegmentCandidate
 from stof.fusion.templates.gemm_config import GemmConfig, kind_in
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.roofline import floor_us
@@ -25,7 +25,7 @@ from stof.fusion.templates.roofline import floor_us
 class MatchTimer(Protocol):
     """Measures; `stof.fusion.measure.segment_timer.SegmentTimer` is one. `failures` says why candidates had no time."""
 
-    failures: dict[Candidate, str]
+    failures: dict[SegmentCandidate, str]
 
     def __call__(self, match: TemplateMatch, configs: Sequence[str | None]) -> Sequence[float]:
         """Microseconds of a match's segment with each configuration; None is Inductor's code.
@@ -52,7 +52,7 @@ class GraphSpace:
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
         self._matches: dict[tuple[int, int], dict[str, TemplateMatch]] = {}
-        self._candidates: dict[tuple[int, int], list[Candidate]] = {}
+        self._candidates: dict[tuple[int, int], list[SegmentCandidate]] = {}
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def matches(self, start: int, stop: int) -> dict[str, TemplateMatch]:
@@ -64,7 +64,7 @@ class GraphSpace:
             self._matches[start, stop] = matches
         return matches
 
-    def candidates(self, start: int, stop: int) -> list[Candidate]:
+    def candidates(self, start: int, stop: int) -> list[SegmentCandidate]:
         """Return all configurations of all matches of a segment, the recorded best or default of each first."""
         candidates = self._candidates.get((start, stop))
         if candidates is None:
@@ -83,7 +83,7 @@ class GraphSpace:
         first = match.template.as_candidate(match.problem, tuned.config)
         return [first, *(config for config in configs if config != first)] if first in configs else configs
 
-    def choices(self, times: Callable[[int, int], Mapping[Candidate | None, float]]) -> Choices:
+    def choices(self, times: Callable[[int, int], Mapping[SegmentCandidate | None, float]]) -> Choices:
         """Of each template and shape that has been measured, the fastest configuration."""
         choices: Choices = {}
         for start, stop in self._segments():
@@ -118,11 +118,11 @@ class GraphSpace:
         """The keys of all segments that templates match."""
         return {self.key(start, stop) for start, stop in self._segments() if self.matches(start, stop)}
 
-    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> list[float]:
+    def measure(self, start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> list[float]:
         """Times of candidates, template by template, since templates differ in what they read."""
         assert self.time_match is not None
         served = self.matches(start, stop)
-        times: dict[Candidate | None, float] = {}
+        times: dict[SegmentCandidate | None, float] = {}
         for i, (name, match) in enumerate(served.items()):
             configs = [c[1] for c in candidates if c is not None and c[0] == name]
             with_inductor = None in candidates and i == 0
@@ -142,7 +142,7 @@ class GraphSpace:
                 ]
             )
 
-    def floor(self, start: int, stop: int, candidate: Candidate) -> float:
+    def floor(self, start: int, stop: int, candidate: SegmentCandidate) -> float:
         """Microseconds that a candidate's GEMM takes at the least; 0 for defaults, which are measured anyway."""
         template, config = candidate
         problem = self.matches(start, stop)[template].problem
@@ -169,6 +169,6 @@ class GraphSpace:
         )
 
 
-def kind_of(candidate: Candidate) -> str:
+def kind_of(candidate: SegmentCandidate) -> str:
     """The kind of kernel that a candidate's configuration names; "" for a default."""
     return kind_in(candidate[1])

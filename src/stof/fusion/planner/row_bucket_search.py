@@ -14,7 +14,7 @@ from dataclasses import replace
 from stof.fusion.planner.graph_space import GraphSpace
 from stof.fusion.planner.match import FusionChoice, TemplateMatch
 from stof.fusion.planner.search_space import MeasurementCache
-from stof.fusion.records.store import Candidate, segment_key
+from stof.fusion.records.store import SegmentCandidate, segment_key
 from stof.fusion.templates.row_buckets import SMALLEST, bucket_of, format_table
 
 # Buckets beyond the first call's that are looked at: calls with up to 8 times its rows.
@@ -73,7 +73,7 @@ def _fastest(
     draws = [*first, *chance.sample(others, min(per_segment, len(others)))]
     name = match.template.name
 
-    def measure(new: Sequence[Candidate | None]) -> Sequence[float]:
+    def measure(new: Sequence[SegmentCandidate | None]) -> Sequence[float]:
         assert graph.time_match is not None
         return graph.time_match(match, [candidate[1] for candidate in new if candidate is not None])
 

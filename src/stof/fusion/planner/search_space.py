@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stof.fusion.graph.scheme import Scheme
-from stof.fusion.records.store import Candidate
+from stof.fusion.records.store import SegmentCandidate
 
 # Start and stop of a segment, and candidates; None is Inductor's code.
-Wanted = tuple[int, int, Sequence[Candidate | None]]
+Wanted = tuple[int, int, Sequence[SegmentCandidate | None]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Progress:
     stop: int
     segment: str
     tried: int
-    best: Candidate | None
+    best: SegmentCandidate | None
     best_us: float
     inductor_us: float
     seconds_left: float
@@ -68,13 +68,13 @@ class Space:
 
     size: int
     key: Callable[[int, int], Hashable]
-    candidates: Callable[[int, int], Sequence[Candidate]]
-    measure: Callable[[int, int, Sequence[Candidate | None]], Sequence[float]]
+    candidates: Callable[[int, int], Sequence[SegmentCandidate]]
+    measure: Callable[[int, int, Sequence[SegmentCandidate | None]], Sequence[float]]
     longest: int
     prepare: Callable[[Sequence[Wanted]], object] = lambda wanted: None
-    floor: Callable[[int, int, Candidate], float] = lambda start, stop, candidate: 0.0
+    floor: Callable[[int, int, SegmentCandidate], float] = lambda start, stop, candidate: 0.0
     label: Callable[[int, int], str] = lambda start, stop: f"operators {start}..{stop - 1}"
-    kind: Callable[[Candidate], Hashable] = lambda candidate: candidate[0]
+    kind: Callable[[SegmentCandidate], Hashable] = lambda candidate: candidate[0]
 
 
 @dataclass
@@ -108,24 +108,24 @@ class MeasurementCache:
         space: Space,
         budget: Budget | None = None,
         progress: Callable[[Progress], object] | None = None,
-        known: Callable[[Hashable], Mapping[Candidate | None, float]] = lambda key: {},
+        known: Callable[[Hashable], Mapping[SegmentCandidate | None, float]] = lambda key: {},
         searched: Iterable[Hashable] = (),
     ) -> None:
         self.space, self.budget, self.progress, self.known = space, budget or Budget(), progress, known
         self.searched = set(searched)
-        self.times: dict[Hashable, dict[Candidate | None, float]] = {}
-        self.noisy: set[tuple[Hashable, Candidate | None]] = set()
+        self.times: dict[Hashable, dict[SegmentCandidate | None, float]] = {}
+        self.noisy: set[tuple[Hashable, SegmentCandidate | None]] = set()
         self.measurements = 0
 
     @property
     def exhausted(self) -> bool:
         return self.measurements >= self.budget.measurements or self.budget.left <= 0
 
-    def measured(self, start: int, stop: int) -> dict[Candidate | None, float]:
+    def measured(self, start: int, stop: int) -> dict[SegmentCandidate | None, float]:
         """Return all times of a segment so far."""
         return self._times_of(self.space.key(start, stop))
 
-    def measure(self, start: int, stop: int, candidates: Sequence[Candidate | None]) -> None:
+    def measure(self, start: int, stop: int, candidates: Sequence[SegmentCandidate | None]) -> None:
         """Measure the candidates that have no time yet, together, as far as the budget allows."""
         before = self.measurements
         known = self.measure_missing(
@@ -136,7 +136,7 @@ class MeasurementCache:
             left, name = self.budget.left, self.space.label(start, stop)
             self.progress(Progress(start, stop, name, len(known) - 1, best, best_us, known[None], left))
 
-    def untried(self, start: int, stop: int) -> list[Candidate]:
+    def untried(self, start: int, stop: int) -> list[SegmentCandidate]:
         """Return candidates without a time whose lower bound is below the best time so far."""
         known = self.measured(start, stop)
         least = min(known.values(), default=math.inf)
@@ -152,9 +152,9 @@ class MeasurementCache:
     def measure_missing(
         self,
         key: Hashable,
-        candidates: Sequence[Candidate | None],
-        measure: Callable[[Sequence[Candidate | None]], Sequence[float]],
-    ) -> dict[Candidate | None, float]:
+        candidates: Sequence[SegmentCandidate | None],
+        measure: Callable[[Sequence[SegmentCandidate | None]], Sequence[float]],
+    ) -> dict[SegmentCandidate | None, float]:
         """Measure the candidates of a key that have no time, as the budget allows; return all times of the key."""
         known = self._times_of(key)
         new = [candidate for candidate in candidates if candidate not in known]
@@ -167,19 +167,19 @@ class MeasurementCache:
             self.measurements += len(new)
         return known
 
-    def certain(self) -> dict[Hashable, dict[Candidate | None, float]]:
+    def certain(self) -> dict[Hashable, dict[SegmentCandidate | None, float]]:
         """Return all times by key, without noisy ones."""
         return {
             key: {candidate: taken for candidate, taken in times.items() if (key, candidate) not in self.noisy}
             for key, times in self.times.items()
         }
 
-    def _times_of(self, key: Hashable) -> dict[Candidate | None, float]:
+    def _times_of(self, key: Hashable) -> dict[SegmentCandidate | None, float]:
         if key not in self.times:
             self.times[key] = dict(self.known(key))
         return self.times[key]
 
-    def best(self, start: int, stop: int) -> tuple[Candidate | None, float]:
+    def best(self, start: int, stop: int) -> tuple[SegmentCandidate | None, float]:
         """The fastest candidate measured, None (Inductor) when that is as fast."""
         known = self.measured(start, stop)
         inductor = known.get(None, math.inf)
@@ -198,9 +198,9 @@ class MeasurementCache:
         self.measure(start, stop, (None, *first))
         return self.known_gain(start, stop, tuned_fraction)
 
-    def first_candidates(self, start: int, stop: int) -> list[Candidate]:
+    def first_candidates(self, start: int, stop: int) -> list[SegmentCandidate]:
         """Return the first candidate of each template of a segment."""
-        of_template: dict[str, Candidate] = {}
+        of_template: dict[str, SegmentCandidate] = {}
         for candidate in self.space.candidates(start, stop):
             of_template.setdefault(candidate[0], candidate)
         return list(of_template.values())
@@ -217,7 +217,7 @@ class MeasurementCache:
         untuned = len(tried) <= len(self.first_candidates(start, stop)) < len(candidates)
         return max(0.0, known[None] - min(tried) * (tuned_fraction if untuned else 1.0))
 
-    def chosen(self, scheme: Scheme) -> dict[int, Candidate]:
+    def chosen(self, scheme: Scheme) -> dict[int, SegmentCandidate]:
         """The candidates that are faster than Inductor's code, by the first operator of their segments."""
         fastest = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
         return {start: best for start, best in fastest.items() if best is not None}

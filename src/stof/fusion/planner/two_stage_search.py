@@ -18,7 +18,7 @@ from typing import Literal
 
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
-from stof.fusion.records.store import Candidate
+from stof.fusion.records.store import SegmentCandidate
 
 # Stage 2's scheme counts a segment's first configurations at this share of its time, since tuning may speed it up.
 TUNED_FRACTION = 0.8
@@ -32,7 +32,7 @@ class SearchResult:
     """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
 
     scheme: Scheme
-    chosen: dict[int, Candidate]
+    chosen: dict[int, SegmentCandidate]
     saved_us: float
     measurements: int
 
@@ -166,7 +166,7 @@ def stage_two(
         meter.searched |= sampled - {key for key, _ in meter.noisy}
 
 
-def _drawn(space: Space, start: int, stop: int, chance: random.Random) -> list[Candidate]:
+def _drawn(space: Space, start: int, stop: int, chance: random.Random) -> list[SegmentCandidate]:
     """Candidates of a segment in the order of drawing: one of each kind, then a second of each, and so on.
 
     Kinds differ most. Of a kind, those with the lowest bound on their time come first; equal ones in random order.
@@ -175,14 +175,16 @@ def _drawn(space: Space, start: int, stop: int, chance: random.Random) -> list[C
     floors = {candidate: space.floor(start, stop, candidate) for candidate in candidates}
     drawn = sorted(chance.sample(candidates, len(candidates)), key=floors.__getitem__)
     of_kind: Counter[Hashable] = Counter()
-    turns: dict[Candidate, int] = {}
+    turns: dict[SegmentCandidate, int] = {}
     for candidate in drawn:
         turns[candidate] = of_kind[space.kind(candidate)]
         of_kind[space.kind(candidate)] += 1
     return sorted(drawn, key=turns.__getitem__)
 
 
-def _in_order(queue: Sequence[Candidate], some: Sequence[Candidate], first: Set[str]) -> list[Candidate]:
+def _in_order(
+    queue: Sequence[SegmentCandidate], some: Sequence[SegmentCandidate], first: Set[str]
+) -> list[SegmentCandidate]:
     """Some of a queue, those with the configurations of `first` before the others."""
     wanted = set(some)
     return sorted((one for one in queue if one in wanted), key=lambda one: one[1] not in first)

@@ -22,7 +22,7 @@ from stof.runtime.files import cache_folder, read_or_ignore, remembering, sole_w
 from stof.tuning.machine import device_name, package_version
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
-Candidate = tuple[str, str]
+SegmentCandidate = tuple[str, str]
 VERSION = 3
 
 
@@ -33,7 +33,7 @@ class SegmentTimes:
     `per_segment` is that of the most thorough search that came to its end, 0 for none.
     """
 
-    times: dict[Candidate | None, float] = field(default_factory=dict)
+    times: dict[SegmentCandidate | None, float] = field(default_factory=dict)
     per_segment: int = 0
 
     def __post_init__(self) -> None:

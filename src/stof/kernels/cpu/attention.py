@@ -14,6 +14,7 @@ from torch import Tensor
 from stof.kernels.common import empty_output, softmax_and_lse
 from stof.kernels.cpu.schedule import COLUMNS, EMPTY_ROWS, MASK_OFFSET, MERGE, Schedule, Step
 from stof.kernels.cpu.steps import MaskReader, Rows, bias_dtype, bias_part, fold_heads, keys_of, narrow_bias
+from stof.kernels.merge import merge_results, share_of_keys
 from stof.runtime.private import flash_attention_cpu
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -93,10 +94,7 @@ def row_block_attention(
     if unchecked and _has_suspects(lse.clamp(min=_LOWEST) if schedule.has_empty_rows else lse):
         _run(call._replace(checked=True), schedule)
     if sinks is not None:
-        # softmax over keys and sink = softmax over keys * sigmoid(lse - sink)
-        share = torch.sigmoid(lse - sinks.to(lse_dtype).view(1, heads, 1))
-        # Rows that keep nothing stay 0, also under a sink of -inf (-inf - -inf is NaN).
-        out *= share.masked_fill_(lse == -torch.inf, 0.0)[..., None].to(out.dtype)
+        out *= share_of_keys(lse, sinks)[..., None].to(out.dtype)
     return out, lse
 
 
@@ -134,11 +132,7 @@ def _compute(call: _Call, rows: Rows, steps: list[Step], schedule: Schedule, mas
         return
     out, lse = _attend(call, rows, steps, schedule, masks)
     if first[MERGE]:
-        before, lse_before = rows.take(call.out), rows.take(call.lse)
-        # A bias can empty both parts: -inf - -inf is NaN.
-        weight = torch.sigmoid(lse - lse_before).masked_fill_(lse == -torch.inf, 0.0)
-        out = torch.lerp(before, out, weight[..., None].to(out.dtype))
-        lse = torch.logaddexp(lse, lse_before)
+        out, lse = merge_results(rows.take(call.out), rows.take(call.lse), out, lse)
     rows.put(call.out, out)
     rows.put(call.lse, lse)
 

@@ -20,8 +20,8 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import SMALL_TILE
 from stof.kernels.hopper.tile_lists import (
-    ITEM,
     SKIPPED_BIT,
+    TILE_ITEM,
     TileLists,
     check_reads,
     choose_first_tile,
@@ -98,7 +98,7 @@ def make_paired_lists(layout: Layout) -> TileLists:
         row_step=1,
         column_step=1,
         chunks=0,
-        has_full=bool((items[:, ITEM.partial_end] < items[:, ITEM.end]).any()),
+        has_full=bool((items[:, TILE_ITEM.partial_end] < items[:, TILE_ITEM.end]).any()),
         paired=True,
     )
 

@@ -33,7 +33,7 @@ def oob_column(kv_len: int) -> int:
     return -(-kv_len // ACROSS) * ACROSS
 
 
-class ItemFields(NamedTuple):
+class TileItemFields(NamedTuple):
     """Columns of `TileLists.items`; for their meaning see `tile_scheduler.WorkFields`.
 
     Of pairs of row blocks, `bitmap` and `pair_skipped` are two fields each.
@@ -60,7 +60,7 @@ class RangeFields(NamedTuple):
     nan_or_zero: int = 4
 
 
-ITEM = ItemFields()
+TILE_ITEM = TileItemFields()
 RANGE = RangeFields()
 
 
@@ -160,7 +160,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
     columns = torch.cat([columns, spare, spare])
     tile_bitmap = torch.cat([tile_bitmap, tile_bitmap.new_tensor([nothing, nothing, nothing])])
 
-    items[:, ITEM.bitmap] = tile_bitmap.cpu()[items[:, ITEM.begin].long()]
+    items[:, TILE_ITEM.bitmap] = tile_bitmap.cpu()[items[:, TILE_ITEM.begin].long()]
     return TileLists(
         pattern_of=layout.pattern_of.contiguous(),
         items=items,
@@ -179,7 +179,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
         row_step=_row_step(layout),
         column_step=column_step,
         chunks=chunks,
-        has_full=bool((items[:, ITEM.partial_end] < items[:, ITEM.end]).any()),
+        has_full=bool((items[:, TILE_ITEM.partial_end] < items[:, TILE_ITEM.end]).any()),
         exact_tiles=exact,
     )
 
@@ -397,7 +397,7 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
     """
     tiles = len(covered)
     ranges = items.to(covered.device).long()
-    begin, partial_end, end = ranges[:, ITEM.begin : ITEM.end + 1].unbind(1)
+    begin, partial_end, end = ranges[:, TILE_ITEM.begin : TILE_ITEM.end + 1].unbind(1)
     exists = begin < tiles
     numbers = torch.arange(len(items), device=covered.device)
     item = torch.repeat_interleave(numbers[exists], (end - begin)[exists], output_size=tiles)
@@ -407,7 +407,7 @@ def order_first_tiles(items: Tensor, covered: Tensor, full: Tensor) -> tuple[Ten
     before = torch.zeros(len(items), dtype=torch.bool, device=covered.device)
     before[exists] = full[order[begin[exists]]]
     items = items.clone()
-    items[:, ITEM.partial_end] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
+    items[:, TILE_ITEM.partial_end] = (partial_end + (before & (partial_end > begin))).int().to(items.device)
     return items, order
 
 
@@ -422,7 +422,9 @@ def exact_tiles(items: Tensor, rows: Tensor, tile_bitmap: Tensor) -> int:
         rows: bool `[U, block_m]`, rows of each bitmap that keep a key.
         tile_bitmap: int64 `[T]`, the bitmap of each tile; items without tiles begin at T.
     """
-    begin, _, end = items[items[:, ITEM.begin] < len(tile_bitmap), ITEM.begin : ITEM.end + 1].long().unbind(1)
+    begin, _, end = (
+        items[items[:, TILE_ITEM.begin] < len(tile_bitmap), TILE_ITEM.begin : TILE_ITEM.end + 1].long().unbind(1)
+    )
     begin, end = begin.to(rows.device), end.to(rows.device)
     seen = rows[tile_bitmap[begin]]
     for count in range(1, _MOST_EXACT):

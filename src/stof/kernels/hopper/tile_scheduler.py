@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import PARTIAL_TILE_COST
-from stof.kernels.hopper.tile_lists import ITEM, TileLists
+from stof.kernels.hopper.tile_lists import TILE_ITEM, TileLists
 from stof.runtime.memory import tensors_on_host
 
 # Integers of a work tile's descriptor: its fields, and the columns of its first tile. 128 bytes, one load of a warp.
@@ -109,12 +109,12 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     batch_head = torch.repeat_interleave(torch.arange(len(pattern)), count)
     item = torch.arange(len(batch_head)) - (count.cumsum(0) - count)[batch_head] + item_ptr[pattern[batch_head]]
     rows = lists.items[item].long()
-    rows[:, ITEM.slot] += batch_head * lists.chunks
-    tiles = rows[:, ITEM.begin : ITEM.end + 1].clone()
+    rows[:, TILE_ITEM.slot] += batch_head * lists.chunks
+    tiles = rows[:, TILE_ITEM.begin : TILE_ITEM.end + 1].clone()
     if lists.paired:
         # A pair takes as long as the warpgroup that skips fewer tiles.
-        tiles[:, 0] += rows[:, ITEM.pair_skipped : ITEM.pair_skipped + 2].amin(1)
-    cost = work_costs(rows[:, ITEM.row_block], tiles, lists)
+        tiles[:, 0] += rows[:, TILE_ITEM.pair_skipped : TILE_ITEM.pair_skipped + 2].amin(1)
+    cost = work_costs(rows[:, TILE_ITEM.row_block], tiles, lists)
     # The list has one group of `side` heads after another, each with its longest work tiles first. Work tiles so long
     # that they would run past the common end go to the front of the list, as group -1.
     head_group = torch.div(batch_head, side, rounding_mode="floor")
@@ -128,20 +128,20 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
     if not lists.ranges.numel() and not lists.paired:
         rows, batch_head = _with_split_tail(rows, batch_head, cost[order], blocks, lists)
     work = torch.zeros(len(rows) + 1, WORK_SIZE, dtype=torch.int32)
-    work[:-1, WORK.row_block] = rows[:, ITEM.row_block]
+    work[:-1, WORK.row_block] = rows[:, TILE_ITEM.row_block]
     work[:-1, WORK.batch] = torch.div(batch_head, heads, rounding_mode="floor")
     work[:-1, WORK.head] = batch_head % heads
-    work[:-1, WORK.begin : WORK.chunk + 1] = rows[:, ITEM.begin : ITEM.chunk + 1]
+    work[:-1, WORK.begin : WORK.chunk + 1] = rows[:, TILE_ITEM.begin : TILE_ITEM.chunk + 1]
     work[:-1, WORK.pattern] = pattern[batch_head]
-    work[:-1, WORK.bitmap] = rows[:, ITEM.bitmap]
+    work[:-1, WORK.bitmap] = rows[:, TILE_ITEM.bitmap]
     work[:-1, WORK.work_count] = len(rows)
     if lists.ranges.numel():
         work[:-1, WORK.item] = item
     if lists.paired:
         for row_block in range(2):
-            work[:-1, WORK.pair_bitmap + row_block] = rows[:, ITEM.bitmap + row_block]
-            work[:-1, WORK.pair_skipped + row_block] = rows[:, ITEM.pair_skipped + row_block]
-    columns = lists.tile_columns[rows[:, ITEM.begin].to(lists.tile_columns.device)].cpu()
+            work[:-1, WORK.pair_bitmap + row_block] = rows[:, TILE_ITEM.bitmap + row_block]
+            work[:-1, WORK.pair_skipped + row_block] = rows[:, TILE_ITEM.pair_skipped + row_block]
+    columns = lists.tile_columns[rows[:, TILE_ITEM.begin].to(lists.tile_columns.device)].cpu()
     work[:-1, WORK.columns : WORK.columns + columns.shape[1]] = columns
     return work
 
@@ -175,15 +175,17 @@ def chunk_slots(work: Tensor) -> int:
 
 def _with_split_tail(rows: Tensor, group: Tensor, cost: Tensor, blocks: int, lists: TileLists) -> tuple[Tensor, Tensor]:
     """Return rows and their batch-heads (`group`) with the last ones split. Slots of new chunks follow all others."""
-    item, chunk, low, high = split_tail(rows[:, ITEM.end] - rows[:, ITEM.begin], cost, rows[:, ITEM.parts] > 1, blocks)
+    item, chunk, low, high = split_tail(
+        rows[:, TILE_ITEM.end] - rows[:, TILE_ITEM.begin], cost, rows[:, TILE_ITEM.parts] > 1, blocks
+    )
     parts = torch.bincount(item, minlength=len(rows))
     split = parts > 1
     slot = torch.where(split, parts, 0).cumsum(0) - parts + (int(group.max()) + 1) * lists.chunks
     rows, group, split, parts, slot = rows[item], group[item], split[item], parts[item], slot[item]
-    begin, end = rows[:, ITEM.begin] + low, rows[:, ITEM.begin] + high
+    begin, end = rows[:, TILE_ITEM.begin] + low, rows[:, TILE_ITEM.begin] + high
     bitmap = lists.tile_bitmap[begin.to(lists.tile_bitmap.device)].cpu()
-    partial_end = rows[:, ITEM.partial_end].clamp(begin, end)
-    chunks = [rows[:, ITEM.row_block], begin, partial_end, end, parts, slot, chunk, bitmap]
+    partial_end = rows[:, TILE_ITEM.partial_end].clamp(begin, end)
+    chunks = [rows[:, TILE_ITEM.row_block], begin, partial_end, end, parts, slot, chunk, bitmap]
     return torch.where(split[:, None], torch.stack(chunks, 1), rows), group
 
 

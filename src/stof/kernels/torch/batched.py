@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import pattern_ranges, softmax_and_lse
+from stof.kernels.merge import share_of_keys
 from stof.layout import bitmaps as bits
 from stof.layout.layout import Layout
 from stof.runtime.private import efficient_attention_cuda
@@ -146,9 +147,7 @@ def batched_attention(
                 target[batches, head_range, rows.flatten()] = result.to(q.dtype)
                 lse[batches, head_range, rows.flatten()] = row_lse
     if sinks is not None:
-        share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1))
-        # Rows that keep nothing stay 0, also under a sink of -inf (-inf - -inf is NaN).
-        out = out * share.masked_fill(lse == -torch.inf, 0.0)[..., None].to(out.dtype)
+        out = out * share_of_keys(lse, sinks)[..., None].to(out.dtype)
     return out, lse
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stof.kernels.common import empty_output, softmax_and_lse
 from stof.kernels.implementation import Gradients, NeedsGrad
+from stof.kernels.merge import share_of_keys
 
 
 def reference_attention(
@@ -62,9 +63,7 @@ def reference_attention(
     out = grouped_weights @ v.to(dtype).unsqueeze(2)
     out = out.reshape(batch, heads, q_len, v.shape[-1])
     if sinks is not None:
-        # softmax over keys and sink = softmax over keys * sigmoid(lse - sink); -inf - -inf is NaN
-        share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1)).masked_fill(lse == -torch.inf, 0.0)
-        out = out * share[..., None]
+        out = out * share_of_keys(lse, sinks)[..., None]
     return out.to(q.dtype), lse
 
 
@@ -127,9 +126,7 @@ def reference_backward(
     empty = lse == -torch.inf
     q_seeing, d_out = (x.to(dtype).masked_fill(empty[..., None], 0.0) for x in (q, d_out))
 
-    share = torch.ones_like(lse)  # of the softmax's denominator that is the keys'
-    if sinks is not None:
-        share = torch.sigmoid(lse - sinks.to(dtype).view(1, heads, 1)).masked_fill(empty, 0.0)
+    share = torch.ones_like(lse) if sinks is None else share_of_keys(lse, sinks)
     d_weights = d_out @ v_of_head.mT
     shared = weights * share[..., None]
     delta = (d_out * (shared @ v_of_head)).sum(-1)

@@ -19,7 +19,7 @@ import triton.language as tl
 from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.tile_bits import kept_scores
-from stof.kernels.triton.work_list import BIAS_VECTOR, ITEM
+from stof.kernels.triton.work_list import BIAS_VECTOR, WORK_ITEM
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -29,8 +29,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 (
     ROW_BLOCK, PARTIAL_BEGIN, PARTIAL_END, FULL_BEGIN, FULL_END, PARTS, FIRST_CHUNK, CHUNK, SPLIT_ROW_BLOCK, BITMAP,
     FULL_COLUMN, OWN_PARTIAL, PARTIAL_SHIFT, OWN_FULL, FULL_SHIFT, ORIGIN,
-) = (tl.constexpr(field) for field in ITEM)  # fmt: skip
-ITEM_SIZE = tl.constexpr(len(ITEM))
+) = (tl.constexpr(field) for field in WORK_ITEM)  # fmt: skip
+ITEM_SIZE = tl.constexpr(len(WORK_ITEM))
 VECTOR = tl.constexpr(BIAS_VECTOR)
 
 

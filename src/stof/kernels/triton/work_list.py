@@ -20,7 +20,7 @@ from stof.layout import Layout
 BIAS_VECTOR = 8
 
 
-class ItemFields(NamedTuple):
+class WorkItemFields(NamedTuple):
     """Where a work item holds what. Tiles of both kinds are ranges [begin, end).
 
     Attributes:
@@ -54,7 +54,7 @@ class ItemFields(NamedTuple):
     origin: int = 15
 
 
-ITEM = ItemFields()
+WORK_ITEM = WorkItemFields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,8 @@ class Work:
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
-        items: int32 `[P, I, 16]`, fields as `ItemFields`, longest first; row block -1 where a pattern has fewer items.
+        items: int32 `[P, I, 16]`, fields as `WorkItemFields`, longest first; row block -1 where a pattern has fewer
+            items.
         first_columns: int32 `[P, I, block_n]`, key columns of the first tile of each item.
         partial_columns: int32 `[Tp + 2, block_n]`, key column of each tile column (where no row keeps it, another of
             the tile's columns).
@@ -139,13 +140,13 @@ def make_work(layout: Layout, split_tiles: int = 0) -> Work:
     live = layout.tile_live()[partial]
     columns = only_live_columns(layout.tile_columns(partial), live)
     items, chunks, splits = _items(layout, is_partial, split_tiles)
-    items[..., ITEM.bitmap] = _padded(bitmap)[items[..., ITEM.partial_begin].clamp(min=0).long()]
+    items[..., WORK_ITEM.bitmap] = _padded(bitmap)[items[..., WORK_ITEM.partial_begin].clamp(min=0).long()]
     full_columns = layout.tile_columns(full)
-    first = _padded(full_columns)[items[..., ITEM.full_begin].clamp(min=0).long()]
-    items[..., ITEM.full_column] = first[..., 0]
-    some_partial = items[..., ITEM.partial_begin] < items[..., ITEM.partial_end]
+    first = _padded(full_columns)[items[..., WORK_ITEM.full_begin].clamp(min=0).long()]
+    items[..., WORK_ITEM.full_column] = first[..., 0]
+    some_partial = items[..., WORK_ITEM.partial_begin] < items[..., WORK_ITEM.partial_end]
     first_columns = torch.where(
-        some_partial[..., None], _padded(columns)[items[..., ITEM.partial_begin].clamp(min=0).long()], first
+        some_partial[..., None], _padded(columns)[items[..., WORK_ITEM.partial_begin].clamp(min=0).long()], first
     )
     full_runs = _full_runs(items, full_columns, config.block_n)
     return Work(
@@ -202,7 +203,7 @@ def _full_runs(items: Tensor, full_columns: Tensor, block_n: int) -> bool:
     if not bool((full_columns == full_columns[:, :1] + steps).all()):
         return False
     begins = torch.zeros(len(full_columns) + 1, dtype=torch.bool, device=full_columns.device)
-    begins[items[..., ITEM.full_begin].clamp(min=0).long()] = True
+    begins[items[..., WORK_ITEM.full_begin].clamp(min=0).long()] = True
     follows = full_columns[1:, 0] == full_columns[:-1, 0] + block_n
     return bool((follows | begins[1:-1]).all())
 
@@ -250,7 +251,7 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
             first_chunk[owner],
             chunk,
             split[owner].clamp(min=0),
-            *[torch.zeros_like(chunk)] * (len(ITEM) - 9),
+            *[torch.zeros_like(chunk)] * (len(WORK_ITEM) - 9),
         ],
         1,
     ).int()
@@ -261,6 +262,6 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
     order = order[torch.argsort(pattern[order], stable=True)]
     count = torch.bincount(pattern, minlength=patterns)
     place = torch.arange(len(owner), device=device) - (count.cumsum(0) - count)[pattern[order]]
-    items = torch.full((patterns, int(count.max()), len(ITEM)), -1, dtype=torch.int32, device=device)
+    items = torch.full((patterns, int(count.max()), len(WORK_ITEM)), -1, dtype=torch.int32, device=device)
     items[pattern[order], place] = values[order]
     return items, int(split_parts.sum(1).max()), int(is_split.sum(1).max())

@@ -43,7 +43,7 @@ class _Grid:
 
     def of_rule(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Numbers of full tiles, and numbers and bitmaps of partial ones; all on the device."""
-        on_host = self.head_mask.is_plain and self.rows * self.columns <= _ON_HOST
+        on_host = self.head_mask.is_device_independent and self.rows * self.columns <= _ON_HOST
         where = torch.device("cpu") if on_host else self.device
         everything, some = self._asked(where)
         if some.numel() > 0.9 * self.rows * self.columns and some.numel() > 1:

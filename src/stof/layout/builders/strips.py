@@ -114,7 +114,7 @@ def _spans(head_mask: HeadMask, first: int, counts: list[int], block_m: int) -> 
     kv_len = head_mask.kv_len
     if kv_len < ASKED_FROM:
         return [None] * len(counts)
-    device = torch.device("cpu") if head_mask.is_plain else head_mask.device
+    device = torch.device("cpu") if head_mask.is_device_independent else head_mask.device
     ends = [min((first + count) * block_m, head_mask.q_len) - 1 for count in counts]
     q_low = torch.tensor(first * block_m, device=device).view(1, 1, 1, 1)
     q = Range(q_low, torch.tensor(ends, device=device).view(1, 1, -1, 1))
