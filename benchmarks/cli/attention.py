@@ -10,7 +10,7 @@ import typer
 from benchmarks.cli.against import against
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
-from benchmarks.cli.models import models, search
+from benchmarks.cli.models import models, search, train
 from benchmarks.cli.options import GPU_SHAPES, integers
 from benchmarks.cli.paper import paper
 from benchmarks.cli.start import start
@@ -47,6 +47,7 @@ _Merge = Annotated[bool, typer.Option("--merge", help="Keep what the output file
 app.command(cls=CheckedCommand)(gemm)
 app.command(cls=CheckedCommand)(layer)
 app.command(cls=CheckedCommand)(models)
+app.command(cls=CheckedCommand)(train)
 app.command(cls=CheckedCommand)(kernels)
 app.command(cls=CheckedCommand)(search)
 app.command(cls=CheckedCommand)(start)
