@@ -29,6 +29,8 @@ ENTRIES = {
     "transformers": 0.3,
 }
 ON_GPU = {"captured": 6, "captured update": 4}
+# Entries that may end with gradients: dynamic plans have none.
+DIFFERENTIABLE = ("eager", "plan", "sized plan", "saved", "extended", "compiled")
 BACKENDS = ("eager", "eager", "aot_eager", "aot_eager", "inductor")
 
 
@@ -44,6 +46,7 @@ class Case:
         keep: what is kept, bool `[B | 1, H | 1, Sq, Skv]`; None where single calls of its function raise.
         must_refuse: an answer would be wrong.
         implementation: forced, or None.
+        differentiated: the program ends with gradients of a call, in `gradients`, for `d_out`.
     """
 
     seed: int
@@ -54,6 +57,7 @@ class Case:
     keep: Kept | None = None
     must_refuse: bool = False
     implementation: str | None = None
+    differentiated: bool = False
 
 
 def draw_case(seed: int, number: int, device: str, kernels: bool = False) -> Case:
@@ -110,6 +114,9 @@ class _Drawing:
             self._keep(term)
         lines, call = self._entry(term)
         inputs = self._inputs()
+        if self.case.entry in DIFFERENTIABLE and self.draw.random() < 0.6:
+            self.case.differentiated = True
+            call = [*call, *self._gradients(call)]
         self.case.lines = [*term.setup, *inputs, *self._options(), *lines, *call]
 
     def _mask(self) -> Term:
@@ -205,6 +212,20 @@ class _Drawing:
                 shape = shape[1:]
             lines.append(f"options['bias'] = options['bias'].reshape({shape})")
         return lines
+
+    def _gradients(self, call: list[str]) -> list[str]:
+        """The last call once more, differentiated in all its tensors."""
+        ones = self.draw.random() < 0.2
+        d_out = "torch.ones((), device=device).to(out).expand(out.shape)" if ones else "torch.randn_like(out)"
+        return [
+            "q, k, v = (x.detach().requires_grad_() for x in (q, k, v))",
+            "tensors = {n: x.detach().requires_grad_() for n, x in options.items() if isinstance(x, torch.Tensor)}",
+            "options |= tensors",
+            call[-1],
+            f"torch.manual_seed(0); d_out = {d_out}",
+            "leaves = {'q': q, 'k': k, 'v': v} | tensors",
+            "gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), d_out)))",
+        ]
 
     def _forced(self) -> str:
         names = ["row_block", "batched", "reference"]

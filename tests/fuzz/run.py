@@ -15,9 +15,11 @@ import torch
 import stof
 from stof import masks
 from stof.errors import StofError
+from stof.kernels.implementation import Gradients
 from stof.testing import assert_attention, make_inputs, spread
 from tests.fuzz.cases import Case
 from tests.fuzz.entries import encoded, in_another_process, kernel
+from tests.kernels.gradients import assert_gradients
 
 _HEADER = """
 import torch, stof
@@ -117,12 +119,26 @@ def _check(case: Case, space: dict[str, Any]) -> None:
     lse = space.get("lse")
     # Plain PyTorch is exact by luck at times; parts merged by their log-sum-exps round more often.
     factor = 8.0 if q.dtype in (torch.float32, torch.float64) else 4.0
-    assert_attention(space["out"].cpu(), None if lse is None else lse.cpu(), q, k, v, keep, factor=factor, **options)
+    assert_attention(
+        space["out"].detach().cpu(),
+        None if lse is None else lse.detach().cpu(),
+        q,
+        k,
+        v,
+        keep,
+        factor=factor,
+        **options,
+    )
+    if case.differentiated:
+        call = {"q": q, "k": k, "v": v, "d_out": space["d_out"].cpu(), "keep": keep, **options}
+        call["scale"] = call.get("scale", q.shape[-1] ** -0.5)
+        gradients = dict.fromkeys(Gradients._fields) | {name: x.cpu() for name, x in space["gradients"].items()}
+        assert_gradients(Gradients(**gradients), call, factor=factor)
 
 
 def _clean(value: Any) -> Any:
     """On the host, without the NaN that nobody may read."""
-    return torch.where(value.isnan(), 0.0, value).cpu() if isinstance(value, torch.Tensor) else value
+    return torch.where(value.isnan(), 0.0, value).detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _failed(case: Case, device: str, why: str, error: Exception | None = None) -> Outcome:
