@@ -16,6 +16,7 @@ import stof
 import stof.distributed
 from stof import masks
 from stof.distributed import Shards
+from stof.errors import ShapeError
 from stof.masks import Mask
 from tests.distributed.processes import run
 
@@ -166,6 +167,12 @@ def check_contexts(rank: int) -> None:
     (gradient,) = torch.autograd.grad((joined * tensors[0]).sum(), x)
     torch.testing.assert_close(gradient, x.cos() * tensors[0])
 
+    window = shards.with_mask(masks.sliding_window(5))
+    assert torch.equal(window.positions, shards.positions)
+    for one, other in zip(in_one_process(window.mask, tensors), split_over_ranks(window, tensors, "keys"), strict=True):
+        torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-11)
+    assert "of another mask" in window.explain()
+
     text = shards.explain(*(x.to("meta") for x in local))
     assert "an early and a late range" in text
     assert "(taken)" in text
@@ -216,6 +223,8 @@ def test_one_rank_exchanges_nothing() -> None:
         assert shards.join(tensors[0], 2) is tensors[0]
         out = stof.distributed.attention(*tensors[:3], shards)
         assert torch.equal(out, stof.attention(*tensors[:3], mask))
+        with pytest.raises(ShapeError, match="rank 0 holds 61 of 61 tokens, q has 60"):
+            stof.distributed.attention(*(x[:, :, 1:] for x in tensors[:3]), shards)
         assert isinstance(shards.mask, Mask)
     finally:
         dist.destroy_process_group()

@@ -105,6 +105,9 @@ def attention(
         )
     if not isinstance(shards, Shards):
         raise ArgumentError(f"shards is made by stof.distributed.shard, got {type(shards).__name__}")
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if shards.ranks == 1 and way in (None, *WAYS) and _has_tokens(q, k, shards.length):
+        return local_attention(q, k, v, shards.mask, sinks=sinks, **options, return_lse=return_lse)
     error: StofError | None = None
     facts: dict[str, object] = {}
     try:
@@ -113,7 +116,8 @@ def attention(
         taken = way or shards.way_for(sizes)
         check_way(taken, sizes.heads, shards.ranks)
         plans = shards.plans(taken, sizes, q.device)
-        facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
+        if not shards.agreed:
+            facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
     except StofError as refused:
         error = refused
     if not shards.agreed:
@@ -122,14 +126,15 @@ def attention(
         shards.agreed = True
     if error is not None:
         raise error
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    if shards.ranks == 1:
-        out, lse = local_attention(q, k, v, plans[0], sinks=sinks, **options, return_lse=True)
-    elif taken == "heads":
+    if taken == "heads":
         out, lse = _by_heads(q, k, v, shards, plans[0], sinks, options, return_lse)
     else:
         out, lse = _by_keys(q, k, v, shards, plans, sinks, options)
     return (out, lse) if return_lse else out
+
+
+def _has_tokens(q: Tensor, k: Tensor, tokens: int) -> bool:
+    return all(isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == tokens for x in (q, k))
 
 
 def _check(
@@ -152,7 +157,7 @@ def _check(
     if q.device != shards.device:
         raise DeviceError(f"the mesh of these shards is on {shards.device}, q, k and v are on {q.device}")
     local = shards.exchange.local
-    if q.shape[2] != local or k.shape[2] != local:
+    if not _has_tokens(q, k, local):
         raise ShapeError(
             f"rank {shards.rank} holds {local} of {shards.length} tokens, q has {q.shape[2]} and k {k.shape[2]}; split "
             "the sequence by the shards of this call"

@@ -76,19 +76,25 @@ def assign_rows(tiles: Tensor, length: int, ranks: int) -> Assignment:
         tiles: float64 `[row blocks]`, work of each row block of `row_block(length, ranks)` rows.
         length, ranks: at least one row for each rank.
     """
+    rows = row_block(length, ranks)
     candidates = []
     for boundaries, why in _candidates(tiles, ranks):
-        rows = row_block(length, ranks)
-        ranges = [_joined([(a * rows, min(b * rows, length)) for a, b in blocks]) for blocks in boundaries]
-        costs = torch.stack([sum((tiles[a:b].sum() for a, b in blocks), tiles.new_zeros(())) for blocks in boundaries])
-        mean = costs.mean()
-        relative = (costs / mean if mean > 0 else torch.ones_like(costs)).tolist()
-        candidate = Assignment(tuple(ranges), tuple(relative), why)
+        ranges = tuple(_joined([(a * rows, min(b * rows, length)) for a, b in blocks]) for blocks in boundaries)
+        candidate = weigh(ranges, tiles, length, why)
         if candidate.imbalance <= BALANCED and candidate.longest <= MOST_TOKENS:
             return candidate
         candidates.append(candidate)
     allowed = [candidate for candidate in candidates if candidate.longest <= MOST_TOKENS]
     return min(allowed or candidates[:1], key=lambda candidate: candidate.imbalance)
+
+
+def weigh(ranges: tuple[tuple[Range, ...], ...], tiles: Tensor, length: int, why: str) -> Assignment:
+    """The tile costs of ranges that end between row blocks, or at the end."""
+    rows = row_block(length, len(ranges))
+    before = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)]).tolist()  # by row block
+    costs = [sum(before[-(-stop // rows)] - before[first // rows] for first, stop in held) for held in ranges]
+    mean = sum(costs) / len(costs)
+    return Assignment(ranges, tuple(cost / mean if mean > 0 else 1.0 for cost in costs), why)
 
 
 def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], str]]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stof.distributed.agreement import agree, mask_facts
 from stof.distributed.exchange import Exchange, Join, Split
-from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block
+from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
+from stof.layout import LayoutConfig
+from stof.layout.survey import Survey
 from stof.masks import Mask, as_mask, placed
 from stof.masks.base import check_lengths
 from stof.masks.per_head import for_heads
@@ -28,14 +31,14 @@ class Shards:
         mask: what each query sees, of all tokens.
         length: tokens of the sequence.
         mesh: the ranks.
-        rank: this one, counted in the mesh.
+        rank: this one, in the mesh's process group.
         tokens: number of tokens that each rank holds.
         positions: int64 `[tokens of this rank]`, ascending positions of its tokens, on the mesh's device.
     """
 
     def __init__(self, mask: Mask, length: int, mesh: DeviceMesh, assignment: Assignment, costs: Costs) -> None:
         self.mask, self.length, self.mesh = mask, length, mesh
-        self.rank, self.device = mesh.get_local_rank(), device_of(mesh)
+        self.rank, self.device = dist.get_rank(mesh.get_group()), device_of(mesh)
         self.assignment, self.costs = assignment, costs
         self.ranges = assignment.ranges[self.rank]
         every = [
@@ -92,6 +95,22 @@ class Shards:
         if self.ranks == 1:
             return tensor
         return Join.apply(self.exchange, tensor, dim, self.ranges)
+
+    def with_mask(self, mask: Any) -> Shards:
+        """The same tokens on the same ranks under another mask: layers of one model have several.
+
+        Every rank calls it. Split the sequence by the mask of the layers that cost most.
+
+        Args:
+            mask: as for `shard`.
+
+        Raises:
+            ShapeError, MaskError, RankMismatchError: as of `shard`.
+        """
+        frozen, survey, geometry = _agreed_mask(mask, self.length, self.mesh)
+        tiles = tiles_by_row_block(survey, geometry)
+        assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
+        return Shards(frozen, self.length, self.mesh, assignment, Costs.of(survey, geometry, assignment, self.length))
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
         """Tokens and tile cost of each rank, and why; with this rank's q, k and v also which way a call takes and why.
@@ -176,6 +195,13 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
         >>> dist.destroy_process_group()
     """
     _check_mesh(mesh)
+    frozen, survey, geometry = _agreed_mask(mask, length, mesh)
+    assignment = assign_rows(tiles_by_row_block(survey, geometry), length, mesh.size())
+    return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment, length))
+
+
+def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey, LayoutConfig]:
+    """The mask at its present values and its tiles, after the ranks were compared; errors as of `shard`."""
     ranks = mesh.size()
     facts: dict[str, object] = {"the number of ranks": ranks, "length": length}
     error: StofError | None = None
@@ -185,9 +211,9 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
             raise ShapeError(f"each rank holds at least one token, got {length} tokens and {ranks} ranks")
         frozen = as_mask(mask).frozen()
         frozen.check(length, length)
-        geometry = MaskGeometry(frozen, length, length, batch=frozen.batch, heads=frozen.heads, device=device_of(mesh))
-        tiles = geometry_of(length, ranks)
-        survey = geometry.survey((tiles,), None)
+        geometry = geometry_of(length, ranks)
+        sizes: dict[str, Any] = {"batch": frozen.batch, "heads": frozen.heads, "device": device_of(mesh)}
+        survey = MaskGeometry(frozen, length, length, **sizes).survey((geometry,), None)
         facts |= mask_facts(frozen, survey)
     except StofError as refused:
         error = refused
@@ -195,8 +221,7 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
         agree(mesh.get_group(), facts, error)
     elif error is not None:
         raise error
-    assignment = assign_rows(tiles_by_row_block(survey, tiles), length, ranks)
-    return Shards(frozen, length, mesh, assignment, Costs.of(survey, tiles, assignment, length))
+    return frozen, survey, geometry
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
