@@ -107,7 +107,8 @@ def attention(
         raise ArgumentError(f"shards is made by stof.distributed.shard, got {type(shards).__name__}")
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     if shards.ranks == 1 and way in (None, *WAYS) and _has_tokens(q, k, shards.length):
-        return local_attention(q, k, v, shards.mask, sinks=sinks, **options, return_lse=return_lse)
+        out, lse = local_attention(q, k, v, shards.mask, sinks=sinks, **options, return_lse=True)
+        return (out, lse) if return_lse else out
     error: StofError | None = None
     facts: dict[str, object] = {}
     try:
