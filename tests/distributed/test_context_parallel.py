@@ -93,9 +93,10 @@ def split_over_ranks(shards: Shards, tensors: list[Tensor], way: str | None) -> 
     local = [shards.split(x, 2) for x in (q, k, v)]
     out, lse = stof.distributed.attention(*local, shards, way=way, softcap=5.0, sinks=sinks, return_lse=True)
     loss = loss_of(out, lse, [shards.split(x, 2) for x in tensors[4:]])
-    *gradients, dsinks = torch.autograd.grad(loss, (q, k, v, sinks))
-    dist.all_reduce(dsinks)
-    return Results(shards.join(out, -2).detach(), shards.join(lse, 2).detach(), *gradients, dsinks)
+    gradients = torch.autograd.grad(loss, (q, k, v, sinks))  # this rank's share
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return Results(shards.join(out, -2).detach(), shards.join(lse, 2).detach(), *gradients)
 
 
 def check_masks(rank: int, names: list[str]) -> None:
@@ -164,7 +165,8 @@ def check_contexts(rank: int) -> None:
         assert torch.equal(shards.join(shards.split(x, -1), 1), x)
     x = tensors[0].clone().requires_grad_()
     joined = shards.join(shards.split(x, 2).sin(), 2)
-    (gradient,) = torch.autograd.grad((joined * tensors[0]).sum(), x)
+    (gradient,) = torch.autograd.grad((joined * tensors[0]).sum() / dist.get_world_size(), x)
+    dist.all_reduce(gradient)
     torch.testing.assert_close(gradient, x.cos() * tensors[0])
 
     window = shards.with_mask(masks.sliding_window(5))

@@ -75,8 +75,7 @@ def attention(
             (Ulysses, arXiv 2309.14509); `H` is a multiple of the number of ranks. "keys": queries stay, keys and values
             of all ranks are gathered. Default: the one that `shards.explain(q, k, v)` estimates to be faster.
         scale, softcap: as for `stof.attention`.
-        sinks: `[H]`, the same on every rank. Its gradient is the share of this rank, as gradients of parameters are:
-            their sum over ranks is the gradient.
+        sinks: `[H]`, the same on every rank. Its gradient is this rank's share: the sum over ranks is the gradient.
         return_lse: also return the log-sum-exp of the kept scores.
 
     Returns:

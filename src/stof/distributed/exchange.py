@@ -182,30 +182,15 @@ class GatherKeys(torch.autograd.Function):
         return None, *_split(summed, [(x.shape[1], x.shape[3]) for x in (dk, dv)])
 
 
-class Split(torch.autograd.Function):
-    """This rank's rows of dimension `dim`; the gradient is that of all ranks' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, dim
-        return torch.cat([x.narrow(dim, first, stop - first) for first, stop in ranges], dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.gather(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None, None
-
-
 class Join(torch.autograd.Function):
-    """The rows of all ranks; the gradient is this rank's rows of it."""
+    """The rows of all ranks, in dimension `dim`; gradients are summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.dim, ctx.ranges = dim, ranges
+    def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
         return exchange.gather(x.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        local = [gradient.narrow(ctx.dim, first, stop - first) for first, stop in ctx.ranges]
-        return None, torch.cat(local, ctx.dim), None, None
+        return None, ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None

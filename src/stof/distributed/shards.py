@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stof.distributed.agreement import agree, mask_facts
-from stof.distributed.exchange import Exchange, Join, Split
+from stof.distributed.exchange import Exchange, Join
 from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
@@ -26,6 +26,9 @@ from stof.selection import MaskGeometry
 
 class Shards:
     """The tokens of a sequence that each rank of a mesh holds, made by `shard`.
+
+    In backward passes the loss is the sum of what the ranks compute. Each rank has its share of the gradient of what
+    all ranks hold alike, such as parameters: the sum over ranks is the gradient.
 
     Attributes:
         mask: what each query sees, of all tokens.
@@ -61,8 +64,7 @@ class Shards:
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a full tensor; without communication.
 
-        Differentiable: the gradient is gathered, so that each rank has the gradient of the full tensor where each rank
-        adds its share to the loss. The backward pass then communicates: all ranks run it.
+        Differentiable: the gradient of the full tensor is this rank's share, 0 at other ranks' tokens.
 
         Args:
             tensor: the same on every rank, `length` in dimension `dim`; any dtype and device.
@@ -75,13 +77,13 @@ class Shards:
         dim = self._dimension(tensor, dim, self.length, "a full tensor")
         if self.ranks == 1:
             return tensor
-        return Split.apply(self.exchange, tensor, dim, self.ranges)
+        return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in self.ranges], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, of each rank's tokens.
 
-        Differentiable: this rank's tokens get the gradient that this rank has for them, so every rank computes the same
-        from the result, such as the loss.
+        Differentiable: the gradients of all ranks are summed, because the loss is the sum of the ranks' losses. Divide
+        a loss that every rank computes alike by the number of ranks.
 
         Args:
             tensor: this rank's tokens in dimension `dim`; other dimensions and the dtype are the same on every rank.
@@ -94,7 +96,8 @@ class Shards:
         dim = self._dimension(tensor, dim, self.exchange.local, f"a tensor of rank {self.rank}")
         if self.ranks == 1:
             return tensor
-        return Join.apply(self.exchange, tensor, dim, self.ranges)
+        joined: Tensor = Join.apply(self.exchange, tensor, dim)
+        return joined
 
     def with_mask(self, mask: Any) -> Shards:
         """The same tokens on the same ranks under another mask: layers of one model have several.
@@ -194,7 +197,7 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
         torch.Size([2, 100, 16])
         >>> dist.destroy_process_group()
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     frozen, survey, geometry = _agreed_mask(mask, length, mesh)
     assignment = assign_rows(tiles_by_row_block(survey, geometry), length, mesh.size())
     return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment, length))
@@ -230,7 +233,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise ArgumentError unless it is a mesh of one dimension with this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh is a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; make one by "
