@@ -113,7 +113,10 @@ class Shards:
         frozen, survey, geometry = _agreed_mask(mask, self.length, self.mesh)
         tiles = tiles_by_row_block(survey, geometry)
         assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
-        return Shards(frozen, self.length, self.mesh, assignment, Costs.of(survey, geometry, assignment, self.length))
+        costs = Costs.of(survey, geometry, assignment, self.length)
+        shards = Shards(frozen, self.length, self.mesh, assignment, costs)
+        shards.agreed = self.agreed
+        return shards
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
         """Tokens and tile cost of each rank, and why; with this rank's q, k and v also which way a call takes and why.

@@ -76,8 +76,8 @@ def attention_forward(
     if mask.split is not None:
         if position_bias is not None:
             raise UnsupportedError("a position bias holds every score, so sequences with one are not split", {})
-        whole = mask.narrowed(sparse)
-        out = mask.split.attend(query, key, value, whole, scale=scaling, softcap=softcap, sinks=s_aux)
+        combined = mask.narrowed(sparse)
+        out = mask.split.attend(query, key, value, combined, scale=scaling, softcap=softcap, sinks=s_aux)
     elif one_query and is_full(mask.mask):
         # One query against a growing cache: a plan for every new length would cost more than it skips.
         added = _bias(position_bias, attention_mask, mask.keep, query.dtype)

@@ -16,7 +16,7 @@ from stof.distributed import Shards, attention, shard
 from stof.distributed.agreement import agree
 from stof.distributed.shards import check_mesh
 from stof.errors import ArgumentError, ShapeError, StofError, UnsupportedError
-from stof.handles import FULL
+from stof.handles import FULL, intersection
 from stof.integrations.transformers.mask_interface import padding_of
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import cache_of, sequence_numbers
@@ -136,7 +136,8 @@ class Parallelised:
             if len(self._splits) >= _MOST_SPLITS:
                 self._splits.pop(next(iter(self._splits)))
             is_causal = any(getattr(layer, "is_causal", False) for layer in self.model.modules())
-            work = mask & causal() if is_causal else mask
+            # As `make_mask` writes it for such layers, so that they need no other shards.
+            work = intersection(causal(), mask) if is_causal else mask
             split = self._splits[key] = SplitSequence(shard(work, length, self.mesh))
         return split
 
