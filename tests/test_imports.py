@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("flop_formula",),
     ("attention",),
     ("fusion", "drawing", "unpadding"),
-    ("integrations",),
+    ("integrations", "distributed"),
     ("calibration",),
     ("__init__",),  # what users import; the library's own modules import each other
     ("demo",),
@@ -179,7 +179,7 @@ def test_import_loads_torch_only() -> None:
     packages = {name.split(".")[0] for name in extra}
     foreign = packages - set(sys.stdlib_module_names) - {"stof", "torch"}
     assert foreign == set()
-    heavy = {"fusion", "integrations", "cli", "calibration", "demo", "drawing", TESTING, TUNING}
+    heavy = {"fusion", "integrations", "distributed", "cli", "calibration", "demo", "drawing", TESTING, TUNING}
     assert not {name for name in extra if name.startswith("stof.") and name.split(".")[1] in heavy}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "benchmarks", "tests", "docs")
+FOLDERS = ("src", "benchmarks", "tests", "docs", "examples")
 FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
 PATHS = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
 SOURCES = {

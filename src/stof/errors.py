@@ -84,6 +84,10 @@ class PlanMismatchError(ShapeError):
     """A plan used with lengths, batch or heads other than those it was made for."""
 
 
+class RankMismatchError(StofError, ValueError):
+    """Ranks that called one function of `stof.distributed` with other arguments; every rank of the mesh raises it."""
+
+
 class UnsupportedError(StofError, NotImplementedError):
     """No implementation can run this call; lists every reason of every implementation."""
 

@@ -16,7 +16,7 @@ from tests.integrations import models
 from tests.integrations.test_packing_check import REFUSED, _out
 
 hf = pytest.importorskip("stof.integrations.transformers")
-_sequence_numbers = pytest.importorskip("stof.integrations.transformers.packed_calls")._sequence_numbers
+sequence_numbers = pytest.importorskip("stof.integrations.transformers.packed_calls").sequence_numbers
 
 WIDTH = 24
 BUILDS: dict[str, Callable[[], Any]] = {
@@ -84,8 +84,8 @@ def test_positions_of_padded_batches_begin_no_sequence() -> None:
         for valid in (models.batch("left")["attention_mask"], (torch.rand(3, WIDTH) < 0.6).long()):
             ids = torch.randint(1, models.VOCABULARY, valid.shape)
             positions = (valid.cumsum(1) - 1).clamp(min=0)
-            assert not _sequence_numbers(positions, valid.bool()).any()
-            assert not _sequence_numbers(positions.masked_fill(valid == 0, 1), valid.bool()).any()
+            assert not sequence_numbers(positions, valid.bool()).any()
+            assert not sequence_numbers(positions.masked_fill(valid == 0, 1), valid.bool()).any()
             call = {"input_ids": ids, "attention_mask": valid, "position_ids": positions}
             want = hf.disable(model)(**call)[0]
             kept = valid.bool()

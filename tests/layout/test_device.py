@@ -20,6 +20,7 @@ from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.gpu_program import DEPTH, programs_of
+from stof.masks.per_head import for_heads
 from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
@@ -147,6 +148,23 @@ def test_transposed_random_blocks(blocks: tuple[int, int]) -> None:
     """Blocks smaller and larger than a word of 32 keys, and more than are compared one by one."""
     mask = masks.placed(masks.random_blocks(blocks[0], block_size=blocks[1]), 13, 5)
     assert_same(masks.transposed(mask), 60, 90, LayoutConfig(64, 128))
+
+
+@pytest.mark.parametrize("name", ["random blocks", "bigbird", "transposed", "by head"])
+def test_parts_that_end_early(name: str) -> None:
+    """Blocks are drawn from the keys of the mask that the part is of."""
+    drawn = masks.random_blocks(2, block_size=16)
+    mask = {
+        "random blocks": drawn,
+        "bigbird": masks.bigbird(5, 2, blocks=1, block_size=32),
+        "transposed": masks.transposed(drawn) | masks.placed(drawn, 3, 4),
+        "by head": for_heads(masks.per_head([masks.full(), drawn, masks.causal()]), 1, 2, 3),
+    }[name]
+    heads = 2 if name == "by head" else 1
+    part = masks.placed(mask, 21, 9, q_len=150, kv_len=170)
+    assert programs_of(part, 69, 68, [(0, 0)]) is not None
+    assert_same(part, 69, 68, LayoutConfig(16, 32), heads=heads)
+    assert_same(masks.transposed(part), 68, 69, LayoutConfig(16, 32), heads=heads)
 
 
 MOST = 2**31 - 1

@@ -25,7 +25,9 @@ BLOCK = 64
 
 def core_of(mask: Mask) -> tuple[Mask, int]:
     """The mask without its query offset, and that."""
-    return (mask.mask, mask.q_offset) if isinstance(mask, Placed) and not mask.kv_offset else (mask, 0)
+    if isinstance(mask, Placed) and not mask.kv_offset and mask.q_len is None and mask.kv_len is None:
+        return mask.mask, mask.q_offset
+    return mask, 0
 
 
 def mask_tensors(mask: Mask) -> tuple[Tensor, ...]:

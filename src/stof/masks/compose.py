@@ -268,10 +268,16 @@ class Not(Wrapped):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Placed(Wrapped):
-    """The inner mask for queries and keys that begin at these positions; see `placed`."""
+    """The inner mask for queries and keys that begin at these positions; see `placed`.
+
+    Attributes:
+        q_len, kv_len: lengths of the inner mask; None where its last query or key is the call's.
+    """
 
     q_offset: int
     kv_offset: int
+    q_len: int | None = None
+    kv_len: int | None = None
 
     @property
     def varies(self) -> bool:
@@ -281,22 +287,41 @@ class Placed(Wrapped):
     def has_monotonic_ranges(self) -> bool:
         return self.mask.has_monotonic_ranges
 
+    def _lengths(self, q_len: int, kv_len: int) -> tuple[int, int]:
+        """Lengths of the inner mask, for a call of these lengths."""
+        ends = q_len + self.q_offset, kv_len + self.kv_offset
+        return ends[0] if self.q_len is None else self.q_len, ends[1] if self.kv_len is None else self.kv_len
+
+    def _moved(self, index: Index) -> Index:
+        q_len, kv_len = self._lengths(index.q_len, index.kv_len)
+        return replace(index.shifted(self.q_offset, self.kv_offset), q_len=q_len, kv_len=kv_len)
+
     def tile_bounds(self, index: Index) -> TileBounds:
-        return self.mask.tile_bounds(index.shifted(self.q_offset, self.kv_offset))
+        return self.mask.tile_bounds(self._moved(index))
 
     def check(self, q_len: int, kv_len: int) -> None:
-        self.mask.check(q_len + self.q_offset, kv_len + self.kv_offset)
+        lengths = self._lengths(q_len, kv_len)
+        ends = q_len + self.q_offset, kv_len + self.kv_offset
+        for name, end, length in zip(("queries", "keys"), ends, lengths, strict=True):
+            if end > length:
+                raise ShapeError(f"the placed mask has {length} {name}, the call ends at position {end}")
+        self.mask.check(*lengths)
 
     def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
-        keep = self.mask.as_tensor(q_len + self.q_offset, kv_len + self.kv_offset)
-        return None if keep is None else keep[..., self.q_offset :, self.kv_offset :]
+        keep = self.mask.as_tensor(*self._lengths(q_len, kv_len))
+        if keep is None:
+            return None
+        return keep[..., self.q_offset : self.q_offset + q_len, self.kv_offset : self.kv_offset + kv_len]
 
     def evaluate(self, index: Index) -> Tensor:
-        return self.mask.evaluate(index.shifted(self.q_offset, self.kv_offset))
+        return self.mask.evaluate(self._moved(index))
 
     def __repr__(self) -> str:
-        if self.kv_offset:
-            return f"placed({self.mask.key}, q_offset={self.q_offset}, kv_offset={self.kv_offset})"
+        names = ["q_offset", "kv_offset"] if self.kv_offset else ["q_offset"]
+        names += [name for name in ("q_len", "kv_len") if getattr(self, name) is not None]
+        if names != ["q_offset"]:
+            options = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+            return f"placed({self.mask.key}, {options})"
         inner = f"({self.mask.key})" if isinstance(self.mask, And | Or | Not) else self.mask.key
         return f"{inner}.with_query_offset({self.q_offset})"
 
@@ -342,34 +367,52 @@ class Transposed(Wrapped):
         return f"transposed({self.mask.key})"
 
 
-def placed(mask: Mask, q_offset: int = 0, kv_offset: int = 0) -> Mask:
+def placed(
+    mask: Mask, q_offset: int = 0, kv_offset: int = 0, *, q_len: int | None = None, kv_len: int | None = None
+) -> Mask:
     """A part of a mask: query `i` and key `j` are query `i + q_offset` and key `j + kv_offset` of `mask`.
 
     A KV cache has a `q_offset`; a cache that dropped its first keys, or a shard of a sequence, has both.
     `mask.with_query_offset(n)` is `placed(mask, n)`.
 
-    The part ends where the call ends: `mask` is asked as for `q_len + q_offset` queries and `kv_len + kv_offset` keys.
-    Masks that know their lengths (of a tensor, `documents`, `neighborhood_2d`) refuse others, so a part of them
-    includes their last query and key, and `random_blocks` draws from that many keys.
+    By default the part ends where the call ends: `mask` is asked as for `q_len + q_offset` queries and
+    `kv_len + kv_offset` keys of the call. Masks that know their lengths (of a tensor, `documents`, `neighborhood_2d`)
+    refuse others, and `random_blocks` draws from that many keys. Of a part that ends earlier, say how long `mask` is by
+    `q_len` and `kv_len`.
 
     Offsets below 0 reach before the first query or key. Named patterns say what is kept there: positions below 0 belong
     to no document, are no global or sink tokens and in no prefix, and `padding` drops them as keys; all else is as the
     patterns' formulas say. Other masks raise.
 
+    Args:
+        mask: the mask to take a part of.
+        q_offset, kv_offset: position of the call's first query and key.
+        q_len, kv_len: queries and keys of `mask`; default the position where the call ends.
+
     Raises:
-        MaskError: an offset that is no int, or one below 0 of a mask that has no scores there: of a tensor, function or
-            `BlockMask`, made at run time, reordered, or of `neighborhood_2d`; keys of `random_blocks`.
+        MaskError: an offset or length that is no int, or an offset below 0 of a mask that has no scores there: of a
+            tensor, function or `BlockMask`, made at run time, reordered, or of `neighborhood_2d`; keys of
+            `random_blocks`.
+        ShapeError: when used, a call that ends after `mask`.
     """
     _combined(mask)
     for name, offset in (("query", q_offset), ("key", kv_offset)):
         if isinstance(offset, bool) or not isinstance(offset, int) or not -(2**31) < offset < 2**31:
             raise MaskError(f"a {name} offset is an int between -2**31 + 1 and 2**31 - 1, got {shown(offset)}")
-    if q_offset == kv_offset == 0:
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if length is not None and (type(length) is not int or not 0 < length < 2**31):
+            raise MaskError(f"{name} is an int between 1 and 2**31 - 1 or None, got {shown(length)}")
+    if q_offset == kv_offset == 0 and q_len is None and kv_len is None:
         return mask
     if isinstance(mask, Placed):
-        return placed(mask.mask, mask.q_offset + q_offset, mask.kv_offset + kv_offset)
+        lengths = [
+            own if own is not None or length is None else length + offset
+            for own, length, offset in ((mask.q_len, q_len, mask.q_offset), (mask.kv_len, kv_len, mask.kv_offset))
+        ]
+        offsets = mask.q_offset + q_offset, mask.kv_offset + kv_offset
+        return placed(mask.mask, *offsets, q_len=lengths[0], kv_len=lengths[1])
     if isinstance(mask, Transposed):
-        return transposed(placed(mask.mask, kv_offset, q_offset))
+        return transposed(placed(mask.mask, kv_offset, q_offset, q_len=kv_len, kv_len=q_len))
     for what, offset, is_allowed in (
         ("queries", q_offset, mask.allows_negative_queries),
         ("keys", kv_offset, mask.allows_negative_keys),
@@ -379,7 +422,7 @@ def placed(mask: Mask, q_offset: int = 0, kv_offset: int = 0) -> Mask:
                 f"{shown(mask)} has no {what} before position 0, so the offset of its {what} is 0 or more, got "
                 f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
             )
-    return Placed(mask, q_offset, kv_offset)
+    return Placed(mask, q_offset, kv_offset, q_len, kv_len)
 
 
 def transposed(mask: Mask) -> Mask:

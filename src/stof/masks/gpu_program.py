@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
-from stof.masks.per_head import PerHead
+from stof.masks.per_head import HeadRange, PerHead
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 9
@@ -117,11 +117,17 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
 
 
 class _Place(NamedTuple):
-    """Where a mask is: its query is the program's query (if `swapped` the program's key), moved by `q_shift`."""
+    """Where a mask is: its query is the program's query (if `swapped` the program's key), moved by `q_shift`.
+
+    Attributes:
+        q_len, kv_len: lengths of the mask; None where it ends with the program's queries or keys.
+    """
 
     q_shift: int
     kv_shift: int
     swapped: bool
+    q_len: int | None = None
+    kv_len: int | None = None
 
     @property
     def i_shift(self) -> int:
@@ -134,10 +140,21 @@ class _Place(NamedTuple):
         return self.q_shift if self.swapped else self.kv_shift
 
     def moved(self, q_offset: int, kv_offset: int) -> _Place:
-        return _Place(self.q_shift + q_offset, self.kv_shift + kv_offset, self.swapped)
+        return self._replace(q_shift=self.q_shift + q_offset, kv_shift=self.kv_shift + kv_offset)
+
+    def within(self, mask: Placed) -> _Place:
+        """Where the inner mask of a placed one is."""
+        lengths = (
+            (mask.q_len, self.q_len, mask.q_offset),
+            (mask.kv_len, self.kv_len, mask.kv_offset),
+        )
+        q_len, kv_len = (
+            outer + offset if inner is None and outer is not None else inner for inner, outer, offset in lengths
+        )
+        return self.moved(mask.q_offset, mask.kv_offset)._replace(q_len=q_len, kv_len=kv_len)
 
     def transposed(self) -> _Place:
-        return _Place(self.kv_shift, self.q_shift, not self.swapped)
+        return _Place(self.kv_shift, self.q_shift, not self.swapped, self.kv_len, self.q_len)
 
 
 class _Writer:
@@ -310,7 +327,7 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
     if at.swapped:  # kernels look at whole words of the program's keys, which are this mask's queries
         queries, keys = to.kv_len + _PAST_THE_END, to.q_len
     first, stop = at.q_shift // size, (queries + at.q_shift - 1) // size + 1
-    key_blocks = -(-(keys + at.kv_shift) // size)
+    key_blocks = -(-(keys + at.kv_shift if at.kv_len is None else at.kv_len) // size)
     picks = min(mask.blocks, key_blocks)
     to.drawn += (stop - first) * picks
     seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
@@ -319,12 +336,20 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
     return to.add(op, 1, 1, size=size, at=at, table=-to.drawn, entries=picks, extra=first)
 
 
+def _head_range(to: _Writer, mask: HeadRange, at: _Place) -> int:
+    to.h += mask.first
+    deepest = to.write(mask.mask, at)
+    to.h -= mask.first
+    return deepest
+
+
 # By exact class: other masks, subclasses of these among them, may evaluate in their own way.
 _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     And: _composite,
     Or: _composite,
     Not: _not,
-    Placed: lambda to, mask, at: to.write(mask.mask, at.moved(mask.q_offset, mask.kv_offset)),
+    Placed: lambda to, mask, at: to.write(mask.mask, at.within(mask)),
+    HeadRange: _head_range,
     Transposed: lambda to, mask, at: to.write(mask.mask, at.transposed()),
     PerHead: lambda to, mask, at: to.write(mask.masks[to.h], at),
     rules.Full: lambda to, mask, at: to.key(at),

@@ -1,4 +1,4 @@
-"""One mask for each query head."""
+"""One mask for each query head, and the masks of some heads of all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stof.errors import MaskError
+from stof.errors import MaskError, ShapeError
 from stof.masks.base import numbered
 from stof.masks.bounds import TileBounds
-from stof.masks.compose import Composite, Mask
+from stof.masks.compose import Composite, Mask, Wrapped
 from stof.masks.index import Index
 
 
@@ -60,3 +60,55 @@ class PerHead(Composite):
 
     def __repr__(self) -> str:
         return f"per_head([{', '.join(mask.key for mask in self.masks)}])"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadRange(Wrapped):
+    """The inner mask for some of its query heads; see `for_heads`."""
+
+    first: int
+    count: int
+    total: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask.heads not in (1, self.total):
+            raise ShapeError(
+                f"the mask is bound to a number of heads of {self.mask.heads}, the inputs have {self.total}"
+            )
+        object.__setattr__(self, "heads", self.count if self.mask.heads != 1 else 1)
+
+    def _moved(self, index: Index) -> Index:
+        return replace(index, h=index.h + self.first)
+
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.mask.tile_bounds(self._moved(index))
+
+    def evaluate(self, index: Index) -> Tensor:
+        return self.mask.evaluate(self._moved(index))
+
+    def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
+        keep = self.mask.as_tensor(q_len, kv_len)
+        return keep if keep is None or keep.shape[1] == 1 else keep[:, self.first : self.first + self.count]
+
+    def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
+        if heads != self.count:
+            raise ShapeError(f"the mask is that of {self.count} of {self.total} heads, the inputs have {heads}")
+        mask_batch, mask_heads = self.mask.dims(batch, self.total, device)
+        return mask_batch, self.count if mask_heads != 1 else 1
+
+    def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        ids = self.mask.pattern_ids(mask_batch, self.total if mask_heads != 1 else 1)
+        return ids if ids.shape[1] == 1 else ids[:, self.first : self.first + self.count]
+
+    def __repr__(self) -> str:
+        return f"for_heads({self.mask.key}, first={self.first}, count={self.count}, total={self.total})"
+
+
+def for_heads(mask: Mask, first: int, count: int, total: int) -> Mask:
+    """The mask of `count` query heads from `first` on, out of `total`: the heads that one rank computes.
+
+    Raises:
+        ShapeError: the mask is bound to another number of heads.
+    """
+    return HeadRange(mask, first, count, total) if count < total and mask.depends_on_heads else mask

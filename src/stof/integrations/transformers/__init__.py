@@ -32,6 +32,7 @@ from stof.integrations.transformers.mask_interface import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import cache_of, watch
 from stof.integrations.transformers.packing import PackedBatch, pack
+from stof.integrations.transformers.parallel import Parallelised, parallelise
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
@@ -39,6 +40,7 @@ from stof.integrations.transformers.sparsify import Sparsified, layer_masks, spa
 __all__ = [
     "ModelMask",
     "PackedBatch",
+    "Parallelised",
     "Sparsified",
     "attention_forward",
     "check_can_serve",
@@ -47,6 +49,7 @@ __all__ = [
     "layer_masks",
     "make_mask",
     "pack",
+    "parallelise",
     "register",
     "sparsify",
 ]

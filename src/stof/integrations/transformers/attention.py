@@ -73,7 +73,12 @@ def attention_forward(
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = torch.compiler.is_compiling()
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
-    if one_query and is_full(mask.mask):
+    if mask.split is not None:
+        if position_bias is not None:
+            raise UnsupportedError("a position bias holds every score, so sequences with one are not split", {})
+        combined = mask.narrowed(sparse)
+        out = mask.split.attend(query, key, value, combined, scale=scaling, softcap=softcap, sinks=s_aux)
+    elif one_query and is_full(mask.mask):
         # One query against a growing cache: a plan for every new length would cost more than it skips.
         added = _bias(position_bias, attention_mask, mask.keep, query.dtype)
         out = nn.functional.scaled_dot_product_attention(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from stof.errors import UnsupportedError
 from stof.handles import FULL, Intersection, intersection, is_full
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask
 from stof.integrations.transformers.mask_validation import check_padding
@@ -48,6 +49,8 @@ def make_mask(
     del kwargs
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()
+    if isinstance(attention_mask, ModelMask) and attention_mask.split is not None:
+        return _of_split_sequence(attention_mask, mask_function)
     compiling = torch.compiler.is_compiling()
     if not compiling:  # both may be tensors: assisted generation drops tokens
         q_offset, kv_offset = int(q_offset), int(kv_offset)
@@ -69,7 +72,7 @@ def make_mask(
         valid = _cut(pads, kv_length, kv_offset)
         if compiling or q_length == 1:
             keep = valid[:, None, None, :]
-        elif (named := _padding(valid)) is not None:
+        elif (named := padding_of(valid)) is not None:
             mask = intersection(mask, named)
     if given is not None:
         given.refuse_unchecked()
@@ -89,6 +92,20 @@ def make_mask(
         kv_offset=kv_offset,
         exact_nan=given is not None and given.exact_nan,
     )
+
+
+def _of_split_sequence(given: ModelMask, mask_function: Callable[..., Any]) -> ModelMask:
+    """The mask of all tokens, for this rank's."""
+    length = given.split.shards.length
+    mask = recognize_mask(mask_function, length, length, 0, 0)
+    if mask is None:
+        raise UnsupportedError(
+            f"the model masks by {getattr(mask_function, '__qualname__', mask_function)}, a function of tokens that "
+            "stof does not know, so it cannot be computed on split sequences",
+            {},
+        )
+    assert not isinstance(given.mask, Intersection)
+    return ModelMask(intersection(mask, given.mask), given.shape, split=given.split)
 
 
 def _evaluated(
@@ -126,7 +143,7 @@ def _cut(pads: Tensor, kv_length: int, kv_offset: int) -> Tensor:
     return pads[:, kv_offset : kv_offset + kv_length].bool()
 
 
-def _padding(valid: Tensor) -> Mask | None:
+def padding_of(valid: Tensor) -> Mask | None:
     """A mask for bool `[B, Skv]` valid keys; None when all are."""
     length = valid.shape[1]
     positions = torch.arange(length, device=valid.device)

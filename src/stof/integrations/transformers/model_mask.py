@@ -37,6 +37,8 @@ class ModelMask:
         checked: for a packed mask, whether the model it was given to keeps packed sequences apart (`packing_check`).
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
+        split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
+            that of all tokens, `shape` that of this rank's. Else None.
     """
 
     ndim = 4
@@ -52,6 +54,7 @@ class ModelMask:
         includes_model_mask: bool = True,
         checked: bool = False,
         exact_nan: bool = False,
+        split: Any = None,
     ) -> None:
         self.mask = mask
         self.keep = keep
@@ -61,6 +64,7 @@ class ModelMask:
         self.includes_model_mask = includes_model_mask
         self.checked = checked
         self.exact_nan = exact_nan
+        self.split = split
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     @property

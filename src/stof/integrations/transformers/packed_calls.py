@@ -124,7 +124,7 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
     elif not isinstance(valid, Tensor) or valid.ndim != 2 or valid.shape[1] < width:
         return None
     valid = valid[:, -width:].to(positions.device, torch.bool)
-    numbers = _sequence_numbers(positions.expand(rows, -1), valid)
+    numbers = sequence_numbers(positions.expand(rows, -1), valid)
     shape = (rows, 1, width, width)
     if graph:
         keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & valid[:, None, None, :]
@@ -140,7 +140,7 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
     return ModelMask(documents(torch.where(valid, numbers, -1)), shape, includes_model_mask=False)
 
 
-def _sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
+def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
     """int64 `[B, S]`: how many sequences began before; one does at a position that is not above the one before it.
 
     Padding is passed over: positions may stand still there.

@@ -1,0 +1,212 @@
+"""The public operator: attention of queries whose keys are on other ranks too."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from stof.attention import attention as local_attention
+from stof.distributed.agreement import agree
+from stof.distributed.exchange import GatherKeys, HeadsOfTokens, TokensOfHeads
+from stof.distributed.shards import Shards
+from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
+from stof.errors import ArgumentError, DeviceError, ShapeError, StofError, shown
+from stof.plans.plan import Plan
+from stof.runtime.private import break_graph
+from stof.validation import check_scale, check_scales, check_sinks, check_softcap, check_tensors
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    *,
+    way: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    *,
+    way: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    *,
+    way: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys of all ranks under the mask of `shards`; differentiable.
+
+    Every rank of the mesh calls it with its tokens. With one rank it is `stof.attention`. Two equal calls give equal
+    bits, in the backward pass too. Under `torch.compile` the graph breaks here.
+
+    Args:
+        q: queries of this rank's tokens, `[B, H, S_local, D]`; float16, bfloat16, float32 or float64.
+        k: keys of the same tokens, `[B, Hkv, S_local, D]`; `H` is a multiple of `Hkv`.
+        v: their values `[B, Hkv, S_local, Dv]`.
+        shards: made by `stof.distributed.shard`.
+        way: "heads": an all-to-all gives each rank all tokens of some heads, another one brings the output back
+            (Ulysses, arXiv 2309.14509); `H` is a multiple of the number of ranks. "keys": queries stay, keys and values
+            of all ranks are gathered. Default: the one that `shards.explain(q, k, v)` estimates to be faster.
+        scale, softcap: as for `stof.attention`.
+        sinks: `[H]`, the same on every rank. Its gradient is this rank's share: the sum over ranks is the gradient.
+        return_lse: also return the log-sum-exp of the kept scores.
+
+    Returns:
+        `out [B, H, S_local, Dv]` of this rank's tokens, or `(out, lse)` with lse `[B, H, S_local]`; dtypes and rows
+        without keys as of `stof.attention`.
+
+    Raises:
+        ShapeError, HeadCountError, DtypeError, DeviceError, ArgumentError: before anything is exchanged; heads that do
+            not divide, or tensors of another number of tokens than the shard's, among them.
+        RankMismatchError: at the first call with these shards, if another rank calls with other sizes or options.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shards = stof.distributed.shard(masks.causal(), 100, init_device_mesh("cpu", (1,)))
+        >>> q, k, v = (shards.split(torch.randn(1, 4, 100, 16), dim=2) for _ in range(3))
+        >>> stof.distributed.attention(q, k, v, shards).shape
+        torch.Size([1, 4, 100, 16])
+        >>> dist.destroy_process_group()
+    """
+    if torch.compiler.is_dynamo_compiling():
+        break_graph("stof.distributed.attention exchanges tensors between ranks outside of compiled graphs")
+        return torch.compiler.disable(attention)(
+            q, k, v, shards, way=way, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
+        )
+    if not isinstance(shards, Shards):
+        raise ArgumentError(f"shards is made by stof.distributed.shard, got {type(shards).__name__}")
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if shards.ranks == 1 and way in (None, *WAYS) and _has_tokens(q, k, shards.length):
+        out, lse = local_attention(q, k, v, shards.mask, sinks=sinks, **options, return_lse=True)
+        return (out, lse) if return_lse else out
+    error: StofError | None = None
+    facts: dict[str, object] = {}
+    try:
+        _check(q, k, v, shards, way, scale, softcap, sinks)
+        sizes = Sizes.of(q, k, v)
+        taken = way or shards.way_for(sizes)
+        check_way(taken, sizes.heads, shards.ranks)
+        plans = shards.plans(taken, sizes, q.device)
+        if not shards.agreed:
+            facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
+    except StofError as refused:
+        error = refused
+    if not shards.agreed:
+        # Later on a rank that refuses a call raises alone: the others may have begun to exchange.
+        agree(shards.exchange.group, facts, error)
+        shards.agreed = True
+    if error is not None:
+        raise error
+    if taken == "heads":
+        out, lse = _by_heads(q, k, v, shards, plans[0], sinks, options, return_lse)
+    else:
+        out, lse = _by_keys(q, k, v, shards, plans, sinks, options)
+    return (out, lse) if return_lse else out
+
+
+def _has_tokens(q: Tensor, k: Tensor, tokens: int) -> bool:
+    return all(isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == tokens for x in (q, k))
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    way: str | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    check_tensors(q, k, v)
+    check_scales(None, q, k)
+    check_scale(scale, q.shape[-1])
+    check_softcap(softcap)
+    check_sinks(sinks, q)
+    if way is not None and way not in WAYS:
+        raise ArgumentError(f"way is one of {', '.join(map(repr, WAYS))} or None, got {shown(way)}")
+    if q.device != shards.device:
+        raise DeviceError(f"the mesh of these shards is on {shards.device}, q, k and v are on {q.device}")
+    local = shards.exchange.local
+    if not _has_tokens(q, k, local):
+        raise ShapeError(
+            f"rank {shards.rank} holds {local} of {shards.length} tokens, q has {q.shape[2]} and k {k.shape[2]}; split "
+            "the sequence by the shards of this call"
+        )
+
+
+def _by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    plan: Plan,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+    needs_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """All tokens of this rank's heads under the mask of these heads; `lse` is exchanged if it is needed."""
+    repeats = key_head_repeats(Sizes.of(q, k, v), shards.ranks)
+    if repeats > 1:
+        # By expansion, whose gradient is a sum in a fixed order; that of `repeat_interleave` is not on a GPU.
+        k, v = (x[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2) for x in (k, v))
+    q, k, v = HeadsOfTokens.apply(shards.exchange, q, k, v)
+    if sinks is not None:
+        sinks = sinks.tensor_split(shards.ranks)[shards.rank]
+    out, lse = local_attention(q, k, v, plan, sinks=sinks, **options, return_lse=True)
+    (out,) = TokensOfHeads.apply(shards.exchange, out)
+    if needs_lse:
+        (column,) = TokensOfHeads.apply(shards.exchange, lse[..., None])
+        lse = column[..., 0]
+    return out, lse
+
+
+def _by_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    plans: tuple[Plan, ...],
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """This rank's ranges of queries, one call each, with the keys of all ranks."""
+    k, v = GatherKeys.apply(shards.exchange, k, v)
+    rows = q.split([plan.q_len for plan in plans], 2)
+    parts = [
+        local_attention(part, k, v, plan, sinks=sinks, **options, return_lse=True)
+        for part, plan in zip(rows, plans, strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)

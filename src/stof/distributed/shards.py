@@ -1,0 +1,253 @@
+"""Which tokens of a sequence each rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from stof.distributed.agreement import agree, mask_facts
+from stof.distributed.exchange import Exchange, Join
+from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
+from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
+from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
+from stof.layout import LayoutConfig
+from stof.layout.survey import Survey
+from stof.masks import Mask, as_mask, placed
+from stof.masks.base import check_lengths
+from stof.masks.per_head import for_heads
+from stof.plans.make import make_plan
+from stof.plans.plan import Plan
+from stof.selection import MaskGeometry
+
+
+class Shards:
+    """The tokens of a sequence that each rank of a mesh holds, made by `shard`.
+
+    In backward passes the loss is the sum of what the ranks compute. Each rank has its share of the gradient of what
+    all ranks hold alike, such as parameters: the sum over ranks is the gradient.
+
+    Attributes:
+        mask: what each query sees, of all tokens.
+        length: tokens of the sequence.
+        mesh: the ranks.
+        rank: this one, in the mesh's process group.
+        tokens: number of tokens that each rank holds.
+        positions: int64 `[tokens of this rank]`, ascending positions of its tokens, on the mesh's device.
+    """
+
+    def __init__(self, mask: Mask, length: int, mesh: DeviceMesh, assignment: Assignment, costs: Costs) -> None:
+        self.mask, self.length, self.mesh = mask, length, mesh
+        self.rank, self.device = dist.get_rank(mesh.get_group()), device_of(mesh)
+        self.assignment, self.costs = assignment, costs
+        self.ranges = assignment.ranges[self.rank]
+        every = [
+            torch.cat([torch.arange(first, stop, device=self.device) for first, stop in ranges])
+            for ranges in assignment.ranges
+        ]
+        self.positions = every[self.rank]
+        self.tokens = tuple(len(each) for each in every)
+        self.exchange = Exchange.of(mesh.get_group(), self.rank, every)
+        # Whether all ranks were found to make the same first call of attention.
+        self.agreed = self.ranks == 1
+        self._ways: dict[Sizes, str] = {}
+        self._plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.tokens)
+
+    def split(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a full tensor; without communication.
+
+        Differentiable: the gradient of the full tensor is this rank's share, 0 at other ranks' tokens.
+
+        Args:
+            tensor: the same on every rank, `length` in dimension `dim`; any dtype and device.
+            dim: the dimension of tokens.
+
+        Raises:
+            ArgumentError: no such dimension.
+            ShapeError: another length.
+        """
+        dim = self._dimension(tensor, dim, self.length, "a full tensor")
+        if self.ranks == 1:
+            return tensor
+        return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in self.ranges], dim)
+
+    def join(self, tensor: Tensor, dim: int) -> Tensor:
+        """The full tensor on every rank, of each rank's tokens.
+
+        Differentiable: the gradients of all ranks are summed, because the loss is the sum of the ranks' losses. Divide
+        a loss that every rank computes alike by the number of ranks.
+
+        Args:
+            tensor: this rank's tokens in dimension `dim`; other dimensions and the dtype are the same on every rank.
+            dim: the dimension of tokens.
+
+        Raises:
+            ArgumentError: no such dimension.
+            ShapeError: another number of tokens.
+        """
+        dim = self._dimension(tensor, dim, self.exchange.local, f"a tensor of rank {self.rank}")
+        if self.ranks == 1:
+            return tensor
+        joined: Tensor = Join.apply(self.exchange, tensor, dim)
+        return joined
+
+    def with_mask(self, mask: Any) -> Shards:
+        """The same tokens on the same ranks under another mask: layers of one model have several.
+
+        Every rank calls it. Split the sequence by the mask of the layers that cost most.
+
+        Args:
+            mask: as for `shard`.
+
+        Raises:
+            ShapeError, MaskError, RankMismatchError: as of `shard`.
+        """
+        frozen, survey, geometry = _agreed_mask(mask, self.length, self.mesh)
+        tiles = tiles_by_row_block(survey, geometry)
+        assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
+        costs = Costs.of(survey, geometry, assignment, self.length)
+        shards = Shards(frozen, self.length, self.mesh, assignment, costs)
+        shards.agreed = self.agreed
+        return shards
+
+    def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
+        """Tokens and tile cost of each rank, and why; with this rank's q, k and v also which way a call takes and why.
+
+        Args:
+            q, k, v: as for `stof.distributed.attention`; meta tensors will do.
+        """
+        lines = [f"{self.length} tokens on {self.ranks} ranks: {self.assignment.why}"]
+        lines.append(f"{'rank':<6}{'tokens':<10}{'tile cost / mean':<18}positions")
+        for rank, (ranges, cost) in enumerate(zip(self.assignment.ranges, self.assignment.costs, strict=True)):
+            text = ", ".join(f"{first} to {stop - 1}" for first, stop in ranges)
+            lines.append(f"{rank:<6}{self.tokens[rank]:<10}{cost:<18.2f}{text}")
+        if q is None or k is None or v is None:
+            return "\n".join(lines)
+        return "\n".join([*lines, *describe_ways(self.costs, Sizes.of(q, k, v))])
+
+    def way_for(self, sizes: Sizes) -> str:
+        """The way that is estimated to be faster."""
+        way = self._ways.get(sizes)
+        if way is None:
+            way = self._ways[sizes] = choose_way(self.costs, sizes)
+        return way
+
+    def plans(self, way: str, sizes: Sizes, device: torch.device) -> tuple[Plan, ...]:
+        """Plans of this rank's attention: for its heads, or for each of its ranges of rows."""
+        key = (way, sizes.batch, sizes.heads, device)
+        stored = self._plans.get(key)
+        if stored is None:
+            if way == "heads":
+                heads = sizes.heads // self.ranks
+                parts = [(for_heads(self.mask, self.rank * heads, heads, sizes.heads), self.length)]
+            else:
+                heads = sizes.heads
+                parts = [(placed(self.mask, a, q_len=self.length), b - a) for a, b in self.ranges]
+            options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
+            stored = self._plans[key] = tuple(
+                make_plan(mask, rows, self.length, **options, config=None, row_order=None) for mask, rows in parts
+            )
+        return stored
+
+    def _dimension(self, tensor: Tensor, dim: int, length: int, what: str) -> int:
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{what} is a torch.Tensor, got {type(tensor).__name__}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+            raise ArgumentError(f"dim is a dimension of {list(tensor.shape)}, got {shown(dim)}")
+        if tensor.shape[dim] != length:
+            raise ShapeError(
+                f"{what} has {length} tokens of {self.length} in its dimension of tokens, got {list(tensor.shape)} "
+                f"and dim {dim}; split tensors by the shards of their sequence"
+            )
+        return dim % tensor.ndim
+
+    def __repr__(self) -> str:
+        return f"Shards({shown(self.mask)}, length={self.length}, rank={self.rank}, tokens={self.tokens})"
+
+
+def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
+    """Split a sequence over the ranks of a mesh, with about equal work under a mask.
+
+    Every rank calls it with the same arguments, which is checked. A rank holds one range of tokens, or an early and a
+    late one, as under a causal mask. The mask has the values of this moment.
+
+    Args:
+        mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function, text or None, of all
+            `length` queries and keys.
+        length: tokens of the sequence, at least one for each rank.
+        mesh: a `DeviceMesh` with one dimension, or one dimension of a larger mesh, as `mesh["sp"]`.
+
+    Raises:
+        ArgumentError: no mesh of one dimension, or one without this rank.
+        ShapeError: fewer tokens than ranks, or a mask of another length.
+        MaskError: no mask.
+        RankMismatchError: another rank has another mask or length, or refused the call.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shards = stof.distributed.shard(masks.causal(), 100, init_device_mesh("cpu", (1,)))
+        >>> shards.split(torch.randn(2, 100, 16), dim=1).shape
+        torch.Size([2, 100, 16])
+        >>> dist.destroy_process_group()
+    """
+    check_mesh(mesh)
+    frozen, survey, geometry = _agreed_mask(mask, length, mesh)
+    assignment = assign_rows(tiles_by_row_block(survey, geometry), length, mesh.size())
+    return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment, length))
+
+
+def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey, LayoutConfig]:
+    """The mask at its present values and its tiles, after the ranks were compared; errors as of `shard`."""
+    ranks = mesh.size()
+    facts: dict[str, object] = {"the number of ranks": ranks, "length": length}
+    error: StofError | None = None
+    try:
+        check_lengths(length, length)
+        if length < ranks:
+            raise ShapeError(f"each rank holds at least one token, got {length} tokens and {ranks} ranks")
+        frozen = as_mask(mask).frozen()
+        frozen.check(length, length)
+        geometry = geometry_of(length, ranks)
+        sizes: dict[str, Any] = {"batch": frozen.batch, "heads": frozen.heads, "device": device_of(mesh)}
+        survey = MaskGeometry(frozen, length, length, **sizes).survey((geometry,), None)
+        facts |= mask_facts(frozen, survey)
+    except StofError as refused:
+        error = refused
+    if ranks > 1:
+        agree(mesh.get_group(), facts, error)
+    elif error is not None:
+        raise error
+    return frozen, survey, geometry
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this process in a mesh."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise ArgumentError unless it is a mesh of one dimension with this rank."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh is a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}; make one by "
+            'init_device_mesh("cuda", (ranks,))'
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise ArgumentError(
+            f"mesh has one dimension, the ranks of a sequence; got {mesh.ndim} dimensions {list(names)}: give one of "
+            'them, as in mesh["sp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"mesh holds the ranks {mesh.mesh.tolist()}, and this process is none of them")

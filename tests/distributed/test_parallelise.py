@@ -1,0 +1,189 @@
+"""Models of transformers on split sequences compute and train as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+import stof.integrations.transformers as stof_hf
+from stof import masks
+from stof.errors import ArgumentError, RankMismatchError, ShapeError, StofError, UnsupportedError
+from tests.distributed.processes import run
+from tests.integrations import models
+
+LENGTH = 37
+# Causal language models with local and global layers, softcapped scores and sinks; and an encoder.
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": models.llama,
+    "mistral": models.mistral,
+    "gemma2": models.gemma2,
+    "gpt-oss": models.gpt_oss,
+    "bert": models.bert,
+}
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    # transformers' experts have no float64.
+    return stof_hf.enable(MODELS[name]().to(torch.float32 if name == "gpt-oss" else torch.float64))
+
+
+def calls() -> dict[str, dict[str, Tensor]]:
+    ids = torch.randint(1, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :9] = -100
+    lengths = torch.tensor([[LENGTH], [20]])
+    packed = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, -1)
+    return {
+        "plain": {"input_ids": ids, "labels": labels},
+        "padded": {"input_ids": ids, "attention_mask": (torch.arange(LENGTH) < lengths).long()},
+        "packed": {"input_ids": ids, "position_ids": packed, "labels": labels},
+    }
+
+
+def trained(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """All tokens' outputs and the loss; a loss of this rank's tokens where the model has none."""
+    out = model(**inputs)
+    return out[1] if "labels" in inputs else out[0], out.loss if "labels" in inputs else None
+
+
+def check_model(rank: int, name: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # Losses are computed in float32.
+    near: dict[str, Any] = {"atol": 2e-6, "rtol": 1e-5}
+    outputs: dict[str, Any] = {"atol": 1e-9, "rtol": 1e-7}
+    if name == "gpt-oss":
+        near, outputs = {"atol": 1e-4, "rtol": 1e-3}, {"atol": 1e-4, "rtol": 1e-4}
+    for kind, inputs in calls().items():
+        if kind != "packed" and name not in ("llama", "bert"):
+            continue
+        if name == "bert":
+            inputs.pop("labels", None)
+        expected, split = make(name), make(name)
+        hidden, loss = trained(expected, inputs)
+        with stof_hf.parallelise(split, mesh) as parallel:
+            local, split_loss = trained(split, inputs)
+            assert parallel.shards is not None
+            assert local.shape[1] == len(parallel.shards.positions) < LENGTH
+            joined = parallel.join(local)
+            seen = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
+            torch.testing.assert_close(joined[seen], hidden[seen], **outputs, msg=f"{name} {kind}")
+            if loss is not None and split_loss is not None:
+                torch.testing.assert_close(split_loss, loss, **near)
+                loss.backward()
+                split_loss.backward()
+            else:
+                weights = torch.linspace(-1, 1, LENGTH).to(hidden)[:, None] * seen[..., None]
+                (hidden * weights).sum().backward()
+                (local * parallel.shards.split(weights, 1)).sum().backward()
+            parallel.reduce_gradients()
+            for (at, one), other in zip(expected.named_parameters(), split.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None), at
+                if one.grad is not None:
+                    torch.testing.assert_close(other.grad, one.grad, **near, msg=f"{name} {kind} {at}")
+        assert model_takes_all(split, inputs)
+
+
+def model_takes_all(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    return trained(model, inputs)[0].shape[1] == LENGTH
+
+
+def check_sparse(rank: int) -> None:
+    """Layers with sparse masks, gradient checkpointing, and outputs from `inputs_embeds`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    inputs = calls()["packed"]
+    expected, split = make("llama").train(), make("llama").train()
+    split.gradient_checkpointing_enable()
+    for model in (expected, split):
+        stof_hf.sparsify(model, {1: masks.sliding_window(4) | masks.sink_tokens(1)})
+    one = expected(**inputs).loss
+    one.backward()
+    with stof_hf.parallelise(split, mesh) as parallel:
+        for _ in range(2):
+            split.zero_grad()
+            embeds = split.get_input_embeddings()(inputs["input_ids"])
+            other = split(inputs_embeds=embeds, position_ids=inputs["position_ids"], labels=inputs["labels"]).loss
+            other.backward()
+            parallel.reduce_gradients()
+    torch.testing.assert_close(other, one, atol=1e-6, rtol=1e-6)
+    for (at, x), y in zip(split.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-5, msg=at)
+
+
+def check_refusals(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids = calls()["plain"]["input_ids"]
+
+    def refuse(kind: type[StofError], message: str, call: Callable[[], object]) -> None:
+        with pytest.raises(kind, match=message):
+            call()
+
+    model = make("llama")
+    plain = models.llama()
+    refuse(ArgumentError, "does not run stof's attention; call", lambda: stof_hf.parallelise(plain, mesh))
+    t5 = stof_hf.enable(models.t5())
+    refuse(UnsupportedError, "cannot be split by position", lambda: stof_hf.parallelise(t5, mesh))
+    with stof_hf.parallelise(model, mesh) as parallel:
+        refuse(ArgumentError, "was not called yet", lambda: parallel.join(ids))
+        refuse(UnsupportedError, "no cache", lambda: model(ids, use_cache=True))
+        refuse(UnsupportedError, "logits_to_keep", lambda: model(ids, logits_to_keep=1))
+        refuse(ShapeError, "one value per token", lambda: model(ids, attention_mask=torch.ones(2, 4)))
+        left = torch.arange(LENGTH).expand(2, -1) > 3
+        refuse(UnsupportedError, "pad on the right", lambda: model(ids, attention_mask=left))
+        refuse(RankMismatchError, "the length is", lambda: model(ids[:, rank:]))
+        first = torch.ones_like(ids)
+        first[:, 20 + rank :] = 0
+        refuse(RankMismatchError, "the mask is", lambda: model(ids, attention_mask=first))
+        assert model(ids).logits.shape[1] < LENGTH
+    bert = make("bert")
+    bert.encoder.layer[0].register_module("mix", None)
+    forward = bert.encoder.layer[0].output.forward
+    bert.encoder.layer[0].output.forward = lambda *x: forward(*x).cumsum(1)
+    with stof_hf.parallelise(bert, mesh):
+        refuse(UnsupportedError, "cannot run on split sequences: tokens of one", lambda: bert(ids))
+
+
+def check_all(rank: int) -> None:
+    for name in MODELS:
+        check_model(rank, name)
+    check_sparse(rank)
+    check_refusals(rank)
+
+
+def check_fsdp(rank: int) -> None:
+    """Batches on one dimension of the mesh, tokens on the other."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    ids = torch.randint(1, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    expected, split = make("llama"), make("llama")
+    one = sum(expected(row[None], labels=row[None]).loss for row in ids) / 2
+    one.backward()
+    for layer in split.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(split, mesh=mesh["dp"])
+    row = ids[mesh.get_local_rank("dp")][None]
+    with stof_hf.parallelise(split, mesh["sp"]) as parallel:
+        split(row, labels=row).loss.backward()
+        parallel.reduce_gradients()
+    for (name, x), y in zip(split.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(x.grad, DTensor), name
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad, atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_with_fsdp2_on_the_other_dimension() -> None:
+    run(check_fsdp, 4)
+
+
+def test_models_compute_as_in_one_process() -> None:
+    run(check_all, 2)
