@@ -203,6 +203,38 @@ def backward(
     table_console().print(table)
 
 
+@app.command("distributed", cls=CheckedCommand)
+def distributed(
+    masks: Annotated[str, typer.Option(help="causal, documents and window, separated by spaces.")] = "",
+    tokens: Annotated[str, typer.Option(help="Tokens of one GPU, separated by spaces.")] = "8192 32768",
+    ways: Annotated[str, typer.Option(help="stof, stof-heads, stof-keys, gather, ulysses, separated by spaces.")] = "",
+    output: _Output = None,
+) -> None:
+    """Time attention over a sequence split over all GPUs of this host; every way is checked first."""
+    from dataclasses import asdict
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from rich.table import Table
+
+    from benchmarks.attention.distributed import MASKS, WAYS, run
+    from benchmarks.results_io import provenance, write_json
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    device = torch.device("cuda", 0)
+    wanted = names("--masks", masks or " ".join(MASKS), MASKS), names("--ways", ways or " ".join(WAYS), WAYS)
+    with TemporaryDirectory() as folder:
+        rows = list(run(wanted[0], integers("--tokens", tokens), wanted[1], Path(folder)))
+    table = Table("mask", "tokens a GPU", "way", "forward ms", "forward and backward ms", title=device_name(device))
+    for row in rows:
+        figures = ["" if ms is None else f"{ms:.2f}" for ms in (row.forward_ms, row.both_ms)]
+        table.add_row(row.mask, str(row.tokens), row.way, row.note or figures[0], figures[1])
+    if output is not None:
+        write_json(output, {"provenance": provenance(device), "rows": [asdict(row) for row in rows]})
+    table_console().print(table)
+
+
 @app.command("first-call", cls=CheckedCommand)
 def first_call(
     device: _Device = "",
