@@ -34,6 +34,8 @@ def _masked_attention(
     v_scale: Tensor | None = None,
     number: int = 0,
     keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`stof.attention` as compilers, exporters and autograd see it; its arguments were checked by `attention`.
 
@@ -49,6 +51,8 @@ def _masked_attention(
         q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
         number: names a living plan or mask if `mask` is neither a key nor `TENSOR`.
         keep: the mask if `mask` is `TENSOR`, bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`.
+        dropout_p: the probability of dropout, 0 for none.
+        seed: int64 `[2]` where there is dropout, else None; a tensor, so that compiled code draws one in each call.
 
     Returns:
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
@@ -62,8 +66,8 @@ def _masked_attention(
     if is_empty(q, k):
         return run_empty(q, k, v, mask_or_plan, implementation)
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
-    options = Options(scale, softcap, bias, sinks, scales)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales, *([] if seed is None else [dropout_p]))
+    options = Options(scale, softcap, bias, sinks, scales, dropout_p, seed)
     return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
 
 
@@ -98,6 +102,8 @@ def _attention_backward(
     number: int,
     keep: Tensor | None,
     needs: list[bool],
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `masked_attention`.
 
@@ -105,7 +111,7 @@ def _attention_backward(
         d_out, d_lse: gradients of its results, `d_lse` None for zero.
         out, lse: its results.
         needs: which gradients are wanted: of q, of k and v, of the bias, of the sinks.
-        q, k, v, mask, bias, sinks, scale, softcap, number, keep: its arguments.
+        q, k, v, mask, bias, sinks, scale, softcap, number, keep, dropout_p, seed: its arguments.
 
     Returns:
         Gradients of q, k, v, bias and sinks, in their shapes and dtypes; empty tensors for those that are not wanted.
@@ -113,7 +119,7 @@ def _attention_backward(
     wanted = NeedsGrad(*needs)
     if is_empty(q, k):
         return _gradients(q, k, v, bias, sinks, wanted, lambda x: empty_gradient(x).zero_())
-    options = Options(scale, softcap, bias, sinks)
+    options = Options(scale, softcap, bias, sinks, dropout_p=dropout_p, seed=seed)
     plan = plan_of(named(mask, number, keep), q, k)
     gradients = run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, wanted)
     inputs = (q, k, v, bias, sinks)
@@ -150,18 +156,18 @@ def _gradients(
 def _fake_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float, number: int, keep: Tensor | None,
-    needs: list[bool],
+    needs: list[bool], dropout_p: float = 0.0, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return uninitialised gradients, for compilers."""
-    del d_out, d_lse, out, lse, mask, scale, softcap, number, keep
+    del d_out, d_lse, out, lse, mask, scale, softcap, number, keep, dropout_p, seed
     return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass reads: inputs, results, and what names the plan."""
-    q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
-    ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
+    q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep, dropout_p, seed = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
+    ctx.mask, ctx.number, ctx.scale, ctx.softcap, ctx.dropout_p = mask, number, scale, softcap, dropout_p
     # Eager calls give the number of their plan, which stays alive until the backward pass.
     ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
     ctx.set_materialize_grads(False)
@@ -169,13 +175,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The autograd formula of the operators."""
-    q, k, v, out, lse, bias, sinks, keep = ctx.saved_tensors
+    q, k, v, out, lse, bias, sinks, keep, seed = ctx.saved_tensors
     of_q, of_k, of_v, _, of_bias, of_sinks, *rest = ctx.needs_input_grad
     needs = [of_q, of_k or of_v, of_bias, of_sinks]
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    with_dropout = () if seed is None else (ctx.dropout_p, seed)
     dq, dk, dv, d_bias, d_sinks = backward(
-        d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, needs
-    )
+        d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, needs,
+        *with_dropout,
+    )  # fmt: skip
     return (
         dq if of_q else None, dk if of_k else None, dv if of_v else None, None,
         d_bias if of_bias else None, d_sinks if of_sinks else None, *[None] * len(rest),
