@@ -17,7 +17,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels.dropout import Dropout, dense_kept_weights, draw_seed
 from stof.kernels.implementation import Gradients
 from stof.kernels.torch.reference import reference_attention, reference_backward
-from stof.operators import masked_attention_backward_op, masked_attention_op
+from stof.operators import dropout_attention_backward_op, dropout_attention_op
 from stof.selection import IMPLEMENTATIONS
 from tests.interpreter import IN_INTERPRETER
 from tests.kernels.gradients import assert_gradients
@@ -125,7 +125,7 @@ def test_activation_checkpointing(kind: str) -> None:
         return stof.attention(q * 1.5, k, v, MASK, dropout_p=P)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if "masked_attention" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if "dropout_attention" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
     if kind == "selective":
@@ -178,13 +178,13 @@ def test_compiled(backend: str, planned: bool) -> None:
 def test_operators_contract() -> None:
     """Schemas, fakes and autograd, with a seed."""
     q, k, v = inputs(torch.float32)
-    rest = (MASK.key, None, None, 0.25, 0.0, "", None, None, None, 0, None, P, torch.tensor([1, 2]))
-    torch.library.opcheck(masked_attention_op, (q, k, v, *rest))
-    out, lse = (x.detach() for x in masked_attention_op(q, k, v, *rest))
+    rest = (MASK.key, None, None, 0.25, 0.0, "", P, torch.tensor([1, 2]))
+    torch.library.opcheck(dropout_attention_op, (q, k, v, *rest))
+    out, lse = (x.detach() for x in dropout_attention_op(q, k, v, *rest))
     q, k, v = (x.detach() for x in (q, k, v))
     arguments = (out, None, q, k, v, out, lse, MASK.key, None, None, 0.25, 0.0, 0, None, [True, True, False, False])
     torch.library.opcheck(
-        masked_attention_backward_op,
+        dropout_attention_backward_op,
         (*arguments, P, torch.tensor([1, 2])),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -17,7 +17,12 @@ from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import as_mask, is_function_or_block_mask
-from stof.operators import masked_attention_op, varying_attention_op
+from stof.operators import (
+    dropout_attention_op,
+    masked_attention_op,
+    varying_attention_op,
+    varying_dropout_attention_op,
+)
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, is_exporting, is_plain
@@ -225,12 +230,10 @@ def attention(
     own = check_scales(scales, q, k)
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
-    with_dropout: tuple[Any, ...] = ()
     if dropout_p:
         refuse_dropout(mask_or_plan, own)
         seed = draw_seed(q.device)
-        with_dropout = (dropout_p, seed)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation, *own, *with_dropout[:1])
+    given = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
@@ -246,17 +249,22 @@ def attention(
         handle = handle_of(mask_or_plan, q, k)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})
-        tensors = own or (None, None, None)
-        operator = masked_attention_op if is_constant(handle) else varying_attention_op
+        constant = is_constant(handle)
+        if seed is None:
+            rest: tuple[Any, ...] = own or (None, None, None)
+            operator = masked_attention_op if constant else varying_attention_op
+        else:
+            rest = (dropout_p, seed)
+            operator = dropout_attention_op if constant else varying_dropout_attention_op
         out, lse = operator(
-            q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep,
-            *with_dropout,
-        )  # fmt: skip
+            q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *rest, handle.number, handle.keep
+        )
     elif is_empty(q, k):
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
         options = Options(factor, cap, bias, sinks, own, dropout_p, seed)
-        out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
+        plan_of_call = plan_of(mask_or_plan, q, k)
+        out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*given, *options.key_values))
     return (out, lse) if return_lse else out
 
 

@@ -211,14 +211,16 @@ def run_backward(
             return run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, needs)
     gradients = gradients_of(plan)
     bias, sinks = options.bias, options.sinks
-    tensors = (q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    if options.seed is not None:
+        tensors = (*tensors, options.seed)
     layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
     key = (*layouts, options.scale, options.softcap, options.dropout_p, needs)
     stored = gradients.calls.get(key)
     if stored is not None:
         plan.keep_in_graph(stored)
         with contextlib.suppress(KernelError):
-            return stored(*tensors, **seed_argument(options.seed))
+            return stored(*tensors)
     plan.refuse_first_call()
     call = call_spec(plan, q, k, v, options)
     while True:
@@ -228,7 +230,7 @@ def run_backward(
         try:
             bind = partial(backward.bind, q, k, v, out, d_out, d_lse, gradients.prepared(name, tiling), options, needs)
             bound = outside_graph_pool(q.device, bind)
-            computed = bound(*tensors, **seed_argument(options.seed))
+            computed = bound(*tensors)
         except KernelError as error:
             gradients.reject(name, tiling, error)
             continue

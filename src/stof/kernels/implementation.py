@@ -60,6 +60,11 @@ class Options(NamedTuple):
         return None if self.seed is None else Dropout(self.dropout_p, self.seed)
 
     @property
+    def key_values(self) -> tuple[Tensor | float, ...]:
+        """What a key of bound calls has of these options at its end."""
+        return self.scales if self.seed is None else (*self.scales, self.dropout_p)
+
+    @property
     def scalars(self) -> Options:
         """The options without tensors, which a bound call may hold: it gets other tensors."""
         return Options(self.scale, self.softcap, dropout_p=self.dropout_p)
@@ -120,15 +125,20 @@ def bind_nothing(attend: Callable[..., tuple[Tensor, Tensor]]) -> Bind:
         scale, softcap, dropout_p = options.scale, options.softcap, options.dropout_p  # the call gets other tensors
         streams: set[int] = set()
 
-        def call(
-            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+            if q.is_cuda:
+                record_streams(tensors_of(prepared), q.device, streams)
+            return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
+
+        def call_with_dropout(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor
         ) -> tuple[Tensor, Tensor]:
             if q.is_cuda:
                 record_streams(tensors_of(prepared), q.device, streams)
-            more = {} if seed is None else {"dropout": Dropout(dropout_p, seed)}
-            return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks, **more)
+            dropout = Dropout(dropout_p, seed)
+            return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks, dropout=dropout)
 
-        return call
+        return call_with_dropout if dropout_p else call
 
     return bind
 

@@ -50,7 +50,7 @@ class _Call(NamedTuple):
     @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused operator serves it."""
-        return not self.softcap and self.dropout is None and self.q.shape[-1] == self.v.shape[-1]
+        return not self.softcap and self.q.shape[-1] == self.v.shape[-1] and self.dropout is None
 
     def part(self, batches: slice, heads: slice) -> _Call:
         """The call of some sequences and heads."""
