@@ -84,8 +84,10 @@ def test_equals_tritons_generator(seed: int, offset: int, first: int, p: float) 
     assert torch.equal(kept.bool().cpu(), small)
 
 
-def test_shapes_that_broadcast_change_nothing() -> None:
+@pytest.mark.parametrize("at_once", [1, 100, 2**16])
+def test_shapes_and_parts_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dropout = Dropout(0.4, torch.tensor([1234567890123, 42]))
+    monkeypatch.setattr("stof.kernels.dropout._AT_ONCE", at_once)
     dense = dense_kept_weights(dropout, 2, 3, 7, 9)
     b, h, i, j = torch.meshgrid(*map(torch.arange, dense.shape), indexing="ij")
     assert torch.equal(kept_weights(dropout, b * 3 + h, i, j), dense)
