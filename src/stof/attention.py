@@ -11,24 +11,32 @@ from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
 from stof.handles import FULL, handle_of, is_constant
+from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import as_mask, is_function_or_block_mask
-from stof.operators import masked_attention_op, varying_attention_op
+from stof.operators import (
+    dropout_attention_op,
+    masked_attention_op,
+    varying_attention_op,
+    varying_dropout_attention_op,
+)
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, is_exporting, is_plain
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
+    check_dropout,
     check_scale,
     check_scales,
     check_sinks,
     check_softcap,
     check_tensors,
     refuse_contexts,
+    refuse_dropout,
     refuse_gradients,
     refuse_jit_trace,
     usable_device,
@@ -103,6 +111,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scales: Scales | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
 ) -> Tensor: ...
@@ -120,6 +129,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scales: Scales | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -136,12 +146,13 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scales: Scales | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention under any mask, differentiable in q, k, v, the bias and the sinks.
 
-    `softmax(softcap(scale * q @ k^T) + bias)` over the keys the mask keeps, times `v`. Source: STOF
+    `dropout(softmax(softcap(scale * q @ k^T) + bias))` over the keys the mask keeps, times `v`. Source: STOF
     (arXiv 2506.06095), section 4.1; sinks as in StreamingLLM-style models (one extra logit in the denominator); 8-bit
     tensors as in FlashAttention-3 (arXiv 2407.08608), section 3.3.
 
@@ -158,7 +169,11 @@ def attention(
         scales: of float8_e4m3fn q, k and v: `(q_scale, k_scale, v_scale)`, float32 above 0, `[B or 1, H]` and twice
             `[B or 1, Hkv]`, what the values of a head are multiplied with; see `stof.quantise_heads`. Heads of 128 run
             in 8 bits on Hopper; where that cannot run, or would be slower, tensors are widened first.
-        return_lse: also return the log-sum-exp of the kept scores.
+        dropout_p: the probability that a weight becomes 0, from 0 to below 1; the others are divided by
+            `1 - dropout_p`. There is no training mode: give 0 for inference. Which weights stay follows from two int64
+            that PyTorch's generator of the device draws in each call, so `torch.manual_seed` repeats them. For the same
+            draw they are the same on every device and in every implementation.
+        return_lse: also return the log-sum-exp of the kept scores; it is that without dropout.
         implementation: force one of `stof.selection.IMPLEMENTATIONS`; default the first that can run the call.
 
     Returns:
@@ -173,8 +188,9 @@ def attention(
             exported program outlives them. It takes masks made of named patterns, and bool tensors.
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
-        ArgumentError: a scale, softcap, scales or implementation outside what is accepted.
-        UnsupportedError: no implementation can run the call; lists every reason.
+        ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
+        UnsupportedError: no implementation can run the call; lists every reason. Dropout under a dynamic plan, or of
+            8-bit tensors.
         UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
             under a mask function that reads what may change. Second derivatives raise it in the backward pass.
     """
@@ -183,12 +199,13 @@ def attention(
         break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
         return torch.compiler.disable(attention)(
             q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
-            return_lse=return_lse, implementation=implementation,
+            dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
-    keyed = plain and (scales is None or len(own) > 0)
+    # Nor a seed, which each call with dropout draws.
+    keyed = plain and (scales is None or len(own) > 0) and dropout_p == 0.0
     stored: Plan | None = None
     if keyed and isinstance(mask_or_plan, Plan):
         stored = mask_or_plan
@@ -211,7 +228,12 @@ def attention(
     factor = check_scale(scale, q.shape[-1])
     cap = check_softcap(softcap)
     own = check_scales(scales, q, k)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation, *own)
+    dropout_p = check_dropout(dropout_p)
+    seed: Tensor | None = None
+    if dropout_p:
+        refuse_dropout(mask_or_plan, own)
+        seed = draw_seed(q.device)
+    given = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
@@ -227,16 +249,22 @@ def attention(
         handle = handle_of(mask_or_plan, q, k)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})
-        tensors = own or (None, None, None)
-        operator = masked_attention_op if is_constant(handle) else varying_attention_op
+        constant = is_constant(handle)
+        if seed is None:
+            rest: tuple[Any, ...] = own or (None, None, None)
+            operator = masked_attention_op if constant else varying_attention_op
+        else:
+            rest = (dropout_p, seed)
+            operator = dropout_attention_op if constant else varying_dropout_attention_op
         out, lse = operator(
-            q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *tensors, handle.number, handle.keep
+            q, k, v, handle.key, bias, sinks, factor, cap, implementation or "", *rest, handle.number, handle.keep
         )
     elif is_empty(q, k):
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
-        options = Options(factor, cap, bias, sinks, own)
-        out, lse = run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
+        options = Options(factor, cap, bias, sinks, own, dropout_p, seed)
+        plan_of_call = plan_of(mask_or_plan, q, k)
+        out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*given, *options.key_values))
     return (out, lse) if return_lse else out
 
 
@@ -249,6 +277,7 @@ def explain(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Explanation:
     """Every way to run this call, best first; nothing runs. `print(explain(...))` prints a table.
 
@@ -260,7 +289,8 @@ def explain(
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
     found = plan_of(mask_or_plan, q, k)
-    call = call_spec(found, q, k, v, Options(1.0, check_softcap(softcap), bias, sinks))
+    options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
+    call = call_spec(found, q, k, v, options)
     return Explanation(found.candidates(call), found.better_token_order(call))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from stof.errors import ArgumentError, KernelError
 from stof.handles import mask_of
 from stof.kernels.common import empty_output
-from stof.kernels.implementation import BoundCall, Gradients, NeedsGrad, Options
+from stof.kernels.implementation import BoundCall, Gradients, NeedsGrad, Options, seed_argument
 from stof.kernels.quantization import wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.plans.backward import gradients_of
@@ -48,7 +48,7 @@ def run_call(
     Args:
         q, k, v: as for the operator.
         plan: as `plan_of` returns it.
-        options: scale, softcap, bias, sinks and 8-bit scales of the call.
+        options: scale, softcap, bias, sinks, 8-bit scales and dropout of the call.
         implementation: a name; None or "" for the fastest.
         arguments: those of `call_key`, as the user gave them.
     """
@@ -62,7 +62,7 @@ def run_call(
     if stored is not None:
         # A kernel that fails to launch is replaced below, where its choice is rejected.
         with contextlib.suppress(KernelError):
-            return stored(*arguments[:5], *scales)
+            return stored(*arguments[:5], *scales, **seed_argument(options.seed))
     plan.refuse_first_call()
     call = call_spec(plan, q, k, v, options)
     if implementation:
@@ -78,7 +78,7 @@ def run_call(
             bound = outside_graph_pool(q.device, partial(implemented.bind, *operands, prepared, bound_options))
             if choice.widened:
                 bound = partial(_widened_call, bound)
-            results = bound(q, k, v, bias, sinks, *scales)
+            results = bound(q, k, v, bias, sinks, *scales, **seed_argument(options.seed))
             is_unchanged = arguments[3] is bias and arguments[4] is sinks
             plan.store_call(arguments, bound if is_unchanged else partial(_reshaped, bound))
             return results
@@ -120,11 +120,12 @@ def _widened_call(
 
 
 def _reshaped(
-    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor
-) -> tuple[Tensor, Tensor]:
+    bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *scales: Tensor,
+    **seed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a bound call after giving the bias four dimensions and making the sinks contiguous."""
     bias = None if bias is None else with_four_dims(bias)
-    return bound(q, k, v, bias, None if sinks is None else sinks.contiguous(), *scales)
+    return bound(q, k, v, bias, None if sinks is None else sinks.contiguous(), *scales, **seed)
 
 
 def call_spec(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> CallSpec:
@@ -146,6 +147,7 @@ def call_spec(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> 
         bias_to_copy=unbroadcast(bias).nbytes if bias is not None and to_copy else 0,
         has_softcap=options.softcap > 0,
         has_sinks=options.sinks is not None,
+        has_dropout=options.dropout_p > 0,
         permuted_rows=plan.permuted_rows,
         batch=q.shape[0],
         q_len=q.shape[2],
@@ -209,9 +211,11 @@ def run_backward(
             return run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, needs)
     gradients = gradients_of(plan)
     bias, sinks = options.bias, options.sinks
-    tensors = (q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    if options.seed is not None:
+        tensors = (*tensors, options.seed)
     layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
-    key = (*layouts, options.scale, options.softcap, needs)
+    key = (*layouts, options.scale, options.softcap, options.dropout_p, needs)
     stored = gradients.calls.get(key)
     if stored is not None:
         plan.keep_in_graph(stored)

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
 from stof.dispatch import plan_of
 from stof.handles import named
 from stof.operators import (
     _attention_backward,
+    _dropout_attention,
+    _dropout_attention_backward,
     _masked_attention,
+    dropout_attention_backward_op,
+    dropout_attention_op,
     masked_attention_backward_op,
     masked_attention_op,
     varying_attention_backward_op,
     varying_attention_op,
+    varying_dropout_attention_backward_op,
+    varying_dropout_attention_op,
 )
 from stof.runtime.private import FakeTensor, dispatch_modes
 
-_FORWARD, _BACKWARD = inspect.signature(_masked_attention), inspect.signature(_attention_backward)
+# Of the operators without dropout, and with it.
+_FORWARD, _BACKWARD = (
+    tuple([inspect.signature(function) for function in functions])
+    for functions in ((_masked_attention, _dropout_attention), (_attention_backward, _dropout_attention_backward))
+)
 
 
-def attention_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def attention_flops(*args: Any, out_val: Any = None, dropout: bool = False, **kwargs: Any) -> int:
     """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`."""
     del out_val
-    scores, head_dim, value_dim = _kept_scores(_FORWARD.bind(*args, **kwargs))
+    scores, head_dim, value_dim = _kept_scores(_FORWARD[dropout].bind(*args, **kwargs))
     return 2 * scores * (head_dim + value_dim)
 
 
-def backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def backward_flops(*args: Any, out_val: Any = None, dropout: bool = False, **kwargs: Any) -> int:
     """`2 * kept scores * (3 * D + 2 * Dv)`: scores, the gradients of weights, and those of q, k and v."""
     del out_val
-    scores, head_dim, value_dim = _kept_scores(_BACKWARD.bind(*args, **kwargs))
+    scores, head_dim, value_dim = _kept_scores(_BACKWARD[dropout].bind(*args, **kwargs))
     return 2 * scores * (3 * head_dim + 2 * value_dim)
 
 
@@ -62,6 +73,14 @@ def register_flops() -> None:
         for formula, operators in (
             (attention_flops, (masked_attention_op, varying_attention_op)),
             (backward_flops, (masked_attention_backward_op, varying_attention_backward_op)),
+            (
+                partial(attention_flops, dropout=True),
+                (dropout_attention_op, varying_dropout_attention_op),
+            ),
+            (
+                partial(backward_flops, dropout=True),
+                (dropout_attention_backward_op, varying_dropout_attention_backward_op),
+            ),
         )
         for op in operators
     }

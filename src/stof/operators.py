@@ -57,14 +57,45 @@ def _masked_attention(
         ArgumentError, MaskError: the plan or mask with this number or key is gone, or is another process's.
         UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
     """
+    scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
+    return _attend(q, k, v, named(mask, number, keep), Options(scale, softcap, bias, sinks, scales), implementation)
+
+
+def _dropout_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    implementation: str,
+    dropout_p: float,
+    seed: Tensor,
+    number: int = 0,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`_masked_attention` with dropout; an operator of its own, as each argument of one costs every call host time.
+
+    Args:
+        dropout_p: the probability of dropout, above 0.
+        seed: int64 `[2]`, see `stof.kernels.dropout`; a tensor, so that compiled code draws one in each call.
+    """
+    options = Options(scale, softcap, bias, sinks, dropout_p=dropout_p, seed=seed)
+    return _attend(q, k, v, named(mask, number, keep), options, implementation)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, options: Options, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """Run a call of an operator."""
+    bias, sinks = options.bias, options.sinks
     refuse_tangents(q, k, v, bias, sinks)
-    mask_or_plan = named(mask, number, keep)
     if is_empty(q, k):
         return run_empty(q, k, v, mask_or_plan, implementation)
-    scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation, *scales)
-    options = Options(scale, softcap, bias, sinks, scales)
-    return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, given)
+    arguments = (q, k, v, bias, sinks, options.scale, options.softcap, implementation, *options.key_values)
+    return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, arguments)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:
@@ -110,12 +141,43 @@ def _attention_backward(
     Returns:
         Gradients of q, k, v, bias and sinks, in their shapes and dtypes; empty tensors for those that are not wanted.
     """
-    wanted = NeedsGrad(*needs)
+    options = Options(scale, softcap, bias, sinks)
+    return _differentiate_call(d_out, d_lse, q, k, v, out, lse, named(mask, number, keep), options, needs)
+
+
+def _dropout_attention_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: str,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    number: int,
+    keep: Tensor | None,
+    needs: list[bool],
+    dropout_p: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `dropout_attention`: as for the other operator, with `dropout_p` and `seed` of the call."""
+    options = Options(scale, softcap, bias, sinks, dropout_p=dropout_p, seed=seed)
+    return _differentiate_call(d_out, d_lse, q, k, v, out, lse, named(mask, number, keep), options, needs)
+
+
+def _differentiate_call(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask_or_plan: Any,
+    options: Options, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run a call of a backward operator."""
+    wanted, bias, sinks = NeedsGrad(*needs), options.bias, options.sinks
     if is_empty(q, k):
         return _gradients(q, k, v, bias, sinks, wanted, lambda x: empty_gradient(x).zero_())
-    options = Options(scale, softcap, bias, sinks)
-    plan = plan_of(named(mask, number, keep), q, k)
-    gradients = run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, wanted)
+    gradients = run_backward(q, k, v, out, lse, d_out, d_lse, plan_of(mask_or_plan, q, k), options, wanted)
     inputs = (q, k, v, bias, sinks)
     dq, dk, dv, d_bias, d_sinks = [
         q.new_empty(0) if gradient is None or x is None else _in_memory_order(gradient, x)
@@ -150,10 +212,10 @@ def _gradients(
 def _fake_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float, number: int, keep: Tensor | None,
-    needs: list[bool],
+    needs: list[bool], *dropout: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return uninitialised gradients, for compilers."""
-    del d_out, d_lse, out, lse, mask, scale, softcap, number, keep
+    del d_out, d_lse, out, lse, mask, scale, softcap, number, keep, dropout
     return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
@@ -161,6 +223,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     """Save what the backward pass reads: inputs, results, and what names the plan."""
     q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
     ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
+    _save_rest(ctx, q, mask, number, scale, softcap)
+
+
+def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """`_save` of a call with dropout: its seed too."""
+    q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
+    _save_rest(ctx, q, mask, number, scale, softcap)
+
+
+def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softcap: float) -> None:
+    """Save what is no tensor."""
     ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
     # Eager calls give the number of their plan, which stays alive until the backward pass.
     ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
@@ -169,13 +243,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The autograd formula of the operators."""
-    q, k, v, out, lse, bias, sinks, keep = ctx.saved_tensors
+    q, k, v, out, lse, bias, sinks, keep, *seed = ctx.saved_tensors
     of_q, of_k, of_v, _, of_bias, of_sinks, *rest = ctx.needs_input_grad
     needs = [of_q, of_k or of_v, of_bias, of_sinks]
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    dropout = (ctx.dropout_p, *seed) if seed else ()
     dq, dk, dv, d_bias, d_sinks = backward(
-        d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, needs
-    )
+        d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, needs,
+        *dropout,
+    )  # fmt: skip
     return (
         dq if of_q else None, dk if of_k else None, dv if of_v else None, None,
         d_bias if of_bias else None, d_sinks if of_sinks else None, *[None] * len(rest),
@@ -202,16 +278,25 @@ def _operator(name: str, function: Any, fake: Any, tags: tuple[torch.Tag, ...]) 
     return made
 
 
-def _operators(name: str, *tags: torch.Tag) -> tuple[Any, Any]:
+def _operators(name: str, *tags: torch.Tag, dropout: bool = False) -> tuple[Any, Any]:
     """An operator, and `{name}_backward` for its gradients."""
-    forward = _operator(name, _masked_attention, _fake, tags)
-    backward = _operator(f"{name}_backward", _attention_backward, _fake_backward, tags)
-    forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
+    attend, differentiate, save = (
+        (_dropout_attention, _dropout_attention_backward, _save_with_dropout)
+        if dropout
+        else (_masked_attention, _attention_backward, _save)
+    )
+    forward = _operator(name, attend, _fake, tags)
+    backward = _operator(f"{name}_backward", differentiate, _fake_backward, tags)
+    forward.register_autograd(partial(_differentiate, backward), setup_context=save)
     backward.register_autograd(_no_double_backward)
     return forward, backward
 
 
 masked_attention_op, masked_attention_backward_op = _operators("masked_attention")
+dropout_attention_op, dropout_attention_backward_op = _operators("dropout_attention", dropout=True)
 # The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor
 # would capture and keep one graph for each value of `number`.
 varying_attention_op, varying_attention_backward_op = _operators("varying_attention", torch.Tag.cudagraph_unsafe)
+varying_dropout_attention_op, varying_dropout_attention_backward_op = _operators(
+    "varying_dropout_attention", torch.Tag.cudagraph_unsafe, dropout=True
+)

@@ -81,6 +81,21 @@ def refuse_gradients(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
         refuse_derivatives("a dynamic plan has no transposed layout; make a plan of each step's mask by stof.plan")
 
 
+def refuse_dropout(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
+    """Refuse dropout of calls that have no gradients anyway.
+
+    Raises:
+        UnsupportedError: of 8-bit tensors, and under a dynamic plan.
+    """
+    if scales or getattr(mask_or_plan, "is_dynamic", False):
+        what = "8-bit tensors have" if scales else "a dynamic plan has"
+        raise UnsupportedError(
+            f"stof.attention was called with dropout, which is for training, and {what} no gradients; leave dropout_p "
+            "out",
+            {},
+        )
+
+
 def refuse_derivatives(why: str) -> NoReturn:
     """Raise the UnsupportedError of calls that are differentiated."""
     raise UnsupportedError(
@@ -201,6 +216,13 @@ def check_softcap(softcap: float | None) -> float:
     if not _finite(softcap) or softcap <= 0:
         raise ArgumentError(f"softcap is a finite float above 0 or None, got {softcap!r}")
     return float(softcap)
+
+
+def check_dropout(dropout_p: float) -> float:
+    """The probability of dropout, 0.0 for none."""
+    if not _finite(dropout_p) or not 0 <= dropout_p < 1:
+        raise ArgumentError(f"dropout_p is a float from 0 to below 1, got {dropout_p!r}")
+    return float(dropout_p)
 
 
 def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:

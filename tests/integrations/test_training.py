@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import stof
 from stof import masks
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError
+from stof.kernels.dropout import Dropout, dense_kept_weights, draw_seed
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -132,10 +134,51 @@ def test_adapters_and_frozen_weights() -> None:
     assert set(got) == {name for name, _ in model.named_parameters() if "v_proj" in name}
 
 
-def test_attention_dropout_is_refused() -> None:
-    model = hf.enable(models.bert().train())
-    with pytest.raises(UnsupportedError, match="has no dropout"):
-        model(**models.batch())
+@pytest.mark.parametrize("build", [models.bert, models.llama, models.gpt2])
+def test_attention_dropout(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model's own attention with the same weights dropped, also under gradient checkpointing."""
+    p, seeds = 0.25, []
+
+    def drawn(device: torch.device) -> Tensor:
+        seeds.append(draw_seed(device))
+        return seeds[-1]
+
+    def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not p or not training:
+            return x
+        return x * dense_kept_weights(Dropout(p, next(following)), *x.shape) / (1 - p)
+
+    monkeypatch.setattr(importlib.import_module("stof.attention"), "draw_seed", drawn)
+    # LLaMA's eager attention has a softmax in float32.
+    model = training(build(), torch.float32 if build is models.llama else torch.float64)
+    for part in model.modules():
+        if type(part).__name__ in ("BertSelfAttention", "LlamaAttention", "GPT2Attention"):
+            name = next(n for n in ("attn_dropout", "attention_dropout", "dropout") if hasattr(part, n))
+            setattr(part, name, nn.Dropout(p) if isinstance(getattr(part, name), nn.Dropout) else p)
+    model.config.use_cache = False
+    inputs = batch(model)
+    hf.enable(model)
+    torch.manual_seed(0)
+    got = gradients(model, inputs)
+    calls = len(seeds)
+    assert calls >= 2
+    model.gradient_checkpointing_enable()
+    torch.manual_seed(0)
+    assert_equal(gradients(model, inputs), got)
+    assert len(seeds) == 3 * calls
+    assert all(map(torch.equal, seeds[:calls], seeds[calls : 2 * calls]))
+    model.gradient_checkpointing_disable()
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(nn.functional, "dropout", drop)
+    following = iter(seeds[:calls])
+    assert_equal(gradients(model, inputs), got)
+    assert next(following, None) is None
+
+
+def test_attention_dropout_is_off_in_evaluation() -> None:
+    model = hf.enable(models.bert(attention_probs_dropout_prob=0.5).eval())
+    inputs = models.batch()
+    assert torch.equal(model(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Inductor and what it imports

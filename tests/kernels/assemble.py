@@ -21,7 +21,7 @@ from stof.kernels.quantization import FP8
 from stof.runtime.launch import TensorMap
 
 ARCHS = (80, 89, 90, 100, 120)
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 _TYPES[FP8] = "fp8e4nv"
 
 

@@ -32,6 +32,7 @@ class BackwardCase:
         dq, dkv: tile and configuration of the two kernels.
         slab: None for contiguous tiles.
         options: with bias, softcap and sinks.
+        dropout: with dropout.
         archs: for which GPUs.
     """
 
@@ -44,6 +45,7 @@ class BackwardCase:
     kv_heads: int = HEADS
     slab: int | None = None
     options: bool = False
+    dropout: bool = False
     archs: tuple[int, ...] = (80, 90)
 
     def launches(self) -> list[Recorded]:
@@ -65,12 +67,13 @@ class BackwardCase:
             for mask, config in ((keep, self.dq), (keep.T, self.dkv))
         ]
         prepared = prepare_backward(*built, self.dq[2], self.dkv[2])
-        options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks)
+        seed = torch.zeros(2, dtype=torch.int64) if self.dropout else None
+        options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks, dropout_p=0.1 * self.dropout, seed=seed)
         needs = NeedsGrad(bias=self.options, sinks=self.options)
         record = Recorded()
         with mock.patch.object(backward_arguments, "Launch", record.make):
             bound = backward.bind_backward(q, k, v, out, out, d_lse, prepared, options, needs)
-            bound(q, k, v, out, lse, out, d_lse, bias, sinks)
+            bound(q, k, v, out, lse, out, d_lse, bias, sinks, seed)
         return record.made
 
     def name(self, kernel: str) -> str:
@@ -78,6 +81,7 @@ class BackwardCase:
         widths = f"{self.head_dim}" if not self.value_dim else f"{self.head_dim}/{self.value_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
         how = " gathered" * (self.slab is not None) + " split" * (config.split_tiles > 0) + " options" * self.options
+        how += " dropout" * self.dropout
         return f"{kernel} {dtype} D {widths} {block_m}x{block_n} {config.num_warps}w{config.num_stages}s{how}"
 
 
@@ -126,9 +130,11 @@ def backward_cases() -> Iterator[BackwardCase]:
     dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
+    yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], options=True, dropout=True)
     dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
     yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True)
+    yield BackwardCase("backward dropout", bfloat, 128, dq[0], dkv[0], dropout=True)
 
 
 def _sizes(tile: Any, split: int = 0) -> tuple[int, int, KernelConfig]:

@@ -117,6 +117,8 @@ def cases() -> Iterator[Case]:
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
     yield from _kinds("options D 64", call_of(half, 64, **options), ("gathered split",), (80, 90))
     yield from _kinds("options D 128", call_of(half, 128, **options), ("gathered split", "contiguous"), (90,))
+    for head_dim in (64, 128):
+        yield from _kinds("dropout", call_of(half, head_dim, has_dropout=True), ("gathered split",), (80, 90))
     for head_dim, itemsize in itertools.product((64, 128), (2, 4)):
         call = call_of(half, head_dim, has_bias=True, bias_itemsize=itemsize)
         yield from _kinds("bias", call, ("contiguous",), (80, 90))
@@ -280,8 +282,10 @@ def _case(group: str, call: CallSpec, kind: str, choices: list[KernelChoice], ar
             layout, kernel = choice.layout, choice.kernel
             settings = f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r"
             options = (
-                " bias" + " in fp32" * (call.bias_itemsize == 4)
-            ) * call.has_bias + " softcap sinks" * call.has_softcap
+                (" bias" + " in fp32" * (call.bias_itemsize == 4)) * call.has_bias
+                + " softcap sinks" * call.has_softcap
+                + " dropout" * call.has_dropout
+            )
             name = (
                 f"{choice.implementation} {_short(call)} {layout.block_m}x{layout.block_n} {settings} {kind}{options}"
             )
@@ -334,6 +338,8 @@ def recorded(case: Case) -> Recorded:
         softcap=30.0 if call.has_softcap else 0.0,
         bias=bias if call.has_bias else None,
         sinks=torch.empty(call.heads, dtype=narrow) if call.has_sinks else None,
+        dropout_p=0.1 * call.has_dropout,
+        seed=torch.zeros(2, dtype=torch.int64) if call.has_dropout else None,
     )
     record = Recorded()
     with contextlib.ExitStack() as patched:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stof.kernels.dropout import Dropout, dense_kept_weights
 from stof.kernels.implementation import Gradients
 from stof.kernels.torch.reference import reference_backward
 from stof.testing import MEMORY_LAYOUTS, make_inputs, spread
@@ -26,6 +27,7 @@ def autograd_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     d_lse: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Gradients of dense attention in float64 by torch.autograd; arguments as for `reference_backward`."""
     given = [x if x is None else x.detach().double().requires_grad_() for x in (q, k, v, bias, sinks)]
@@ -43,7 +45,10 @@ def autograd_gradients(
     scores = torch.where(some, scores, 0.0)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.view(1, heads, 1, 1))
-    out = torch.where(some, torch.exp(scores - total) @ values, 0.0)
+    weights = torch.exp(scores - total)
+    if dropout is not None:
+        weights = weights * dense_kept_weights(dropout, *weights.shape) / (1 - dropout.p)
+    out = torch.where(some, weights @ values, 0.0)
     loss = (out * torch.where(some, d_out.double(), 0.0)).sum()
     if d_lse is not None:
         loss = loss + (torch.where(some[..., 0], lse[..., 0] * d_lse.double(), 0.0)).sum()
@@ -56,6 +61,10 @@ def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
     return torch.zeros_like(x) if gradient is None else gradient
 
 
+# 64-bit integers.
+WORDS = st.integers(-(2**63), 2**63 - 1)
+
+
 @st.composite
 def backward_calls(
     draw: st.DrawFn,
@@ -64,8 +73,9 @@ def backward_calls(
     kv_lens: list[int],
     head_dims: list[int],
     memory: tuple[str, ...] = MEMORY_LAYOUTS,
+    dropout: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `reference_backward`: random masks, shapes, strides and options.
+    """Arguments of `reference_backward`: random masks, shapes, strides and options, and `dropout` if it is asked for.
 
     Rows that keep nothing hold NaN in q and d_out, keys that no query sees hold NaN in k and v.
     """
@@ -107,6 +117,8 @@ def backward_calls(
             call["sinks"][0] = draw(st.sampled_from([-torch.inf, 200.0]))
     if draw(st.sampled_from([False, False, True])):
         call["d_lse"] = drawn(batch, heads, q_len).to(torch.promote_types(dtype, torch.float32))
+    if dropout:
+        call["dropout"] = Dropout(draw(st.sampled_from([1e-9, 0.1, 0.5, 0.9])), torch.tensor([seed - 50, draw(WORDS)]))
     return call
 
 
@@ -178,6 +190,10 @@ def _absolute_terms(call: dict[str, Any]) -> Gradients:
     # The rounding of a score is a relative one of its weight.
     weights = weights * (1 + of_scores.nan_to_num(posinf=0.0))
     d_weights = d_out.abs() @ v.abs().mT
+    seen = weights
+    if (dropout := wide.get("dropout")) is not None:
+        kept = dense_kept_weights(dropout, *weights.shape) / (1 - dropout.p)
+        seen, d_weights = seen * kept, d_weights * kept
     delta = (weights * d_weights).sum(-1, keepdim=True)
     d_lse = wide.get("d_lse")
     d_scores = weights * (d_weights + delta + (0.0 if d_lse is None else d_lse.abs()[..., None].nan_to_num()))
@@ -189,7 +205,7 @@ def _absolute_terms(call: dict[str, Any]) -> Gradients:
     return Gradients(
         q=d_scores @ k.abs() * scale,
         k=of_key_heads(d_scores.mT @ q.abs() * scale),
-        v=of_key_heads(weights.mT @ d_out.abs()),
+        v=of_key_heads(seen.mT @ d_out.abs()),
         bias=None if bias is None else d_scores.sum_to_size(bias[(None,) * (4 - bias.ndim)].shape),
         sinks=None if sinks is None else delta.sum((0, 2)),
     )

@@ -15,6 +15,7 @@ import stof
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
+from stof.kernels.dropout import Dropout
 from stof.kernels.implementation import Gradients, NeedsGrad, Options
 from stof.kernels.torch.reference import reference_attention, reference_backward
 from stof.kernels.triton import backward
@@ -68,17 +69,21 @@ def run(
 ) -> Gradients:
     """The kernels' gradients for arguments of `reference_backward`; out and lse are the reference's."""
     moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.items()}
+    p, seed = call.get("dropout", (0.0, None))
+    if seed is not None:
+        seed = seed.to(DEVICE)
+        moved["dropout"] = Dropout(p, seed)
     out, lse = reference_attention(**{name: x for name, x in moved.items() if name not in ("d_out", "d_lse")})
     q, k, v, d_out, d_lse, bias, sinks = (moved.get(n) for n in ("q", "k", "v", "d_out", "d_lse", "bias", "sinks"))
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
     needs = needs or NeedsGrad(bias=bias is not None, sinks=sinks is not None)
-    options = Options(call["scale"], call.get("softcap", 0.0), bias, sinks)
+    options = Options(call["scale"], call.get("softcap", 0.0), bias, sinks, dropout_p=p, seed=seed)
     prepared = prepare_backward(*layouts, *configs)
     bound = backward.bind_backward(q, k, v, out, d_out, d_lse, prepared, options, needs)
-    found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks)
+    found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
     if ON_GPU:  # the interpreter runs programs one after the other
-        again = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks)
+        again = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
         assert equal(found, again), "two equal calls give equal bits"
     return Gradients(*[x if x is None else x.cpu() for x in found])
 

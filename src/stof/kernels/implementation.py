@@ -4,7 +4,8 @@ An implementation is two functions of its kernel's folder:
 
 - `prepare(layout, config)`: the layout in the form that the kernel reads, an object of the folder's own class.
 - `bind(q, k, v, prepared, options)`: a function `call(q, k, v, bias, sinks, *scales) -> (out, lse)` for tensors of
-  these shapes, strides and dtypes; whatever does not depend on their values is decided before it is returned.
+  these shapes, strides and dtypes; whatever does not depend on their values is decided before it is returned. Calls
+  with dropout have an argument more, `seed=`.
 
 What every call returns:
 
@@ -25,10 +26,11 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from stof.errors import KernelError
+from stof.kernels.dropout import Dropout
 from stof.runtime.memory import record_streams
 
 # `call(q, k, v, bias, sinks, *scales) -> (out, lse)` for tensors of the shapes, strides, dtypes and device that it was
-# bound to; `scales` are those of 8-bit tensors, or none.
+# bound to; `scales` are those of 8-bit tensors, or none. With dropout, `seed=` is the call's.
 BoundCall = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -40,6 +42,8 @@ class Options(NamedTuple):
         bias: None, or 4-D and broadcastable to `[B, H, Sq, Skv]`.
         sinks: None or `[H]`.
         scales: float32 `[B or 1, H]`, `[B or 1, Hkv]`, `[B or 1, Hkv]` of 8-bit q, k and v, else empty.
+        dropout_p: the probability of dropout, 0 for none.
+        seed: int64 `[2]` of a call with dropout, else None; see `stof.kernels.dropout`.
     """
 
     scale: float
@@ -47,6 +51,23 @@ class Options(NamedTuple):
     bias: Tensor | None = None
     sinks: Tensor | None = None
     scales: tuple[Tensor, ...] = ()
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """Dropout of the call, None for none."""
+        return None if self.seed is None else Dropout(self.dropout_p, self.seed)
+
+    @property
+    def key_values(self) -> tuple[Tensor | float, ...]:
+        """What a key of bound calls has of these options at its end."""
+        return self.scales if self.seed is None else (*self.scales, self.dropout_p)
+
+    @property
+    def scalars(self) -> Options:
+        """The options without tensors, which a bound call may hold: it gets other tensors."""
+        return Options(self.scale, self.softcap, dropout_p=self.dropout_p)
 
 
 class Gradients(NamedTuple):
@@ -71,8 +92,8 @@ class NeedsGrad(NamedTuple):
     sinks: bool = False
 
 
-# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with the results of the forward's call and their
-# gradients, `d_lse` None for zero.
+# `call(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed=None) -> Gradients`, with the results of the forward's call
+# and their gradients, `d_lse` None for zero.
 BackwardCall = Callable[..., Gradients]
 
 # `prepared` is what the same implementation's `prepare` returned.
@@ -95,12 +116,13 @@ def bind_nothing(attend: Callable[..., tuple[Tensor, Tensor]]) -> Bind:
     """`bind` of a function without anything to decide before a call.
 
     Args:
-        attend: `attend(q, k, v, prepared, scale=, softcap=, bias=, sinks=) -> (out, lse)`.
+        attend: `attend(q, k, v, prepared, scale=, softcap=, bias=, sinks=) -> (out, lse)`; with `dropout=` too where
+            the implementation has dropout.
     """
 
     def bind(q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> BoundCall:
         del q, k, v
-        scale, softcap = options.scale, options.softcap  # not its tensors: the call gets others
+        scale, softcap, dropout_p = options.scale, options.softcap, options.dropout_p  # the call gets other tensors
         streams: set[int] = set()
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -108,7 +130,15 @@ def bind_nothing(attend: Callable[..., tuple[Tensor, Tensor]]) -> Bind:
                 record_streams(tensors_of(prepared), q.device, streams)
             return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks)
 
-        return call
+        def call_with_dropout(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            if q.is_cuda:
+                record_streams(tensors_of(prepared), q.device, streams)
+            dropout = Dropout(dropout_p, seed)
+            return attend(q, k, v, prepared, scale=scale, softcap=softcap, bias=bias, sinks=sinks, dropout=dropout)
+
+        return call_with_dropout if dropout_p else call
 
     return bind
 
@@ -135,7 +165,13 @@ def _imported(module: str) -> ModuleType:
 
 def attend_once(bind: Bind, q: Tensor, k: Tensor, v: Tensor, prepared: Any, options: Options) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of one call that is bound for it alone."""
-    return bind(q, k, v, prepared, options)(q, k, v, options.bias, options.sinks, *options.scales)
+    call = bind(q, k, v, prepared, options)
+    return call(q, k, v, options.bias, options.sinks, *options.scales, **seed_argument(options.seed))
+
+
+def seed_argument(seed: Tensor | None) -> dict[str, Tensor]:
+    """The argument that bound calls with dropout take and others do not."""
+    return {} if seed is None else {"seed": seed}
 
 
 def bind_backward_of(differentiate: Callable[..., Gradients]) -> Callable[..., BackwardCall]:
@@ -143,7 +179,7 @@ def bind_backward_of(differentiate: Callable[..., Gradients]) -> Callable[..., B
 
     Args:
         differentiate: `differentiate(q, k, v, out, lse, d_out, prepared, scale=, softcap=, bias=, sinks=, d_lse=,
-            needs=) -> Gradients`.
+            needs=, dropout=) -> Gradients`.
     """
 
     def bind(
@@ -151,15 +187,16 @@ def bind_backward_of(differentiate: Callable[..., Gradients]) -> Callable[..., B
         options: Options, needs: NeedsGrad,
     ) -> BackwardCall:  # fmt: skip
         del q, k, v, out, d_out, d_lse
-        scale, softcap = options.scale, options.softcap  # not its tensors: the call gets others
+        scale, softcap, dropout_p = options.scale, options.softcap, options.dropout_p  # the call gets other tensors
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-            bias: Tensor | None, sinks: Tensor | None,
+            bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None,
         ) -> Gradients:  # fmt: skip
             return differentiate(
                 q, k, v, out, lse, d_out, prepared,
                 scale=scale, softcap=softcap, bias=bias, sinks=sinks, d_lse=d_lse, needs=needs,
+                dropout=None if seed is None else Dropout(dropout_p, seed),
             )  # fmt: skip
 
         return call

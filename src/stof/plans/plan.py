@@ -64,19 +64,26 @@ def call_key(
     scale: float | None,
     softcap: float | None,
     implementation: str | None,
-    *scales: Tensor,
+    *rest: Any,
 ) -> Hashable:
     """Return the key under which a bound call is stored: calls with equal keys can use the same one.
 
     Calls are bound to strides, which also decide the memory order of the output.
+
+    Args:
+        rest: tensors, the scales of 8-bit ones, or a float, the probability of dropout.
     """
     key = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
         v.device, scale, softcap, implementation,
     )  # fmt: skip
-    if bias is None and sinks is None and not scales:
+    if bias is None and sinks is None and not rest:
         return key
-    extra = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (bias, sinks, *scales)]
+    extra = [
+        # Not `isinstance`: every call asks.
+        x if x is None or type(x) is float else (x.shape, x.stride(), x.dtype, x.device)
+        for x in (bias, sinks, *rest)
+    ]
     return (*key, *extra)
 
 

@@ -29,6 +29,7 @@ class CallSpec:
     bias_to_copy: int = 0
     has_softcap: bool = False
     has_sinks: bool = False
+    has_dropout: bool = False
     permuted_rows: bool = False
     batch: int = 1
     q_len: int = 1
@@ -52,7 +53,7 @@ class Capabilities:
         value_dims: smallest and largest width of v.
         value_dim: whether the width of v may differ from head_dim.
         gqa: whether several query heads may share a key head.
-        bias, softcap, sinks, permuted_rows: whether the option is served.
+        bias, softcap, sinks, dropout, permuted_rows: whether the option is served.
         tiled_bias: a bias must be one that TMA can copy tiles of, or of a copy of it.
         compute_capability: the oldest GPU that can run it.
         one_generation: it runs on GPUs of exactly that compute capability.
@@ -71,6 +72,7 @@ class Capabilities:
     tiled_bias: bool = False
     softcap: bool = True
     sinks: bool = True
+    dropout: bool = False
     permuted_rows: bool = True
     compute_capability: tuple[int, int] = (0, 0)
     one_generation: bool = False
@@ -102,6 +104,7 @@ class Capabilities:
             ),
             (self.softcap or not call.has_softcap, "no softcap"),
             (self.sinks or not call.has_sinks, "no attention sinks"),
+            (self.dropout or not call.has_dropout, "no dropout"),
             (self.permuted_rows or not call.permuted_rows, "no permuted rows"),
             (
                 call.device != "cuda" or call.compute_capability >= self.compute_capability,

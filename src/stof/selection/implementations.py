@@ -71,8 +71,9 @@ class Implementation:
         prepare: a layout, and the kernel's configuration (None for the default, or where it has none), in the form that
             `bind` takes; called once for each layout of a plan. Its tensors are found by
             `stof.kernels.implementation.tensors_of`.
-        bind: `(q, k, v, prepared, options) -> call`; `call(q, k, v, bias, sinks, *scales) -> (out, lse)` serves all
-            calls with tensors of these shapes, strides and dtypes.
+        bind: `(q, k, v, prepared, options) -> call`; `call(q, k, v, bias, sinks, *scales) -> (out, lse)`, with
+            `seed=` too where the options have dropout, serves all calls with tensors of these shapes, strides and
+            dtypes.
         backward: how it computes gradients; None where another implementation's backward serves.
     """
 
@@ -87,6 +88,7 @@ class Implementation:
 _TRITON = Capabilities(
     devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
 )
+_TRITON_DROPOUT = replace(_TRITON, dropout=True)
 
 
 def _triton_backward(layout_of: Callable[..., Layout], tiling: BackwardTiling) -> PreparedBackward:
@@ -102,11 +104,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="row_block",
             summary="PyTorch's fused CPU attention per row block, on the columns it needs",
-            capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
+            capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS, dropout=True),
             prepare=lambda layout, config: make_schedule(layout),
             bind=bind_nothing(row_block_attention),
             backward=Backward(
-                capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS),
+                capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS, dropout=True),
                 tilings=lambda call, geometry_of: (BackwardTiling(),),
                 prepare=lambda layout_of, tiling: make_schedule(layout_of(None)),
                 bind=bind_backward_of(row_block_backward),
@@ -147,11 +149,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="block_wise",
             summary="Triton: tensor cores over tiles of scores, heavy row blocks split and merged",
-            capabilities=_TRITON,
+            capabilities=_TRITON_DROPOUT,
             prepare=prepare_work,
             bind=bind_of("stof.kernels.triton.block_wise"),
             backward=Backward(
-                capabilities=_TRITON,
+                capabilities=_TRITON_DROPOUT,
                 tilings=triton_tilings,
                 prepare=_triton_backward,
                 bind=backward_of("stof.kernels.triton.backward"),
@@ -181,11 +183,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="reference",
             summary="dense attention in plain PyTorch, memory grows with q_len * kv_len",
-            capabilities=Capabilities(devices=(), dtypes=FLOATS),
+            capabilities=Capabilities(devices=(), dtypes=FLOATS, dropout=True),
             prepare=lambda layout, config: layout.to_dense(),
             bind=bind_nothing(reference_in_q_order),
             backward=Backward(
-                capabilities=Capabilities(devices=(), dtypes=FLOATS),
+                capabilities=Capabilities(devices=(), dtypes=FLOATS, dropout=True),
                 tilings=lambda call, geometry_of: (BackwardTiling(),),
                 prepare=lambda layout_of, tiling: layout_of(None).to_dense(),
                 bind=bind_backward_of(dense_backward),

@@ -5,7 +5,7 @@
     hf.sparsify(model, masks.longformer(64, 64))  # optional: a sparse mask for the self-attention layers
 
 The model's own mask (causal, padding, sliding window, packed sequences) becomes one stof mask per forward pass,
-shared by all layers. Models train with it; attention dropout and returned attention weights are refused.
+shared by all layers. Models train with it, with attention dropout; returned attention weights are refused.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def attention_forward(
         key, value: `[B, Hkv, Skv, D]`.
         attention_mask: what `make_mask` returned; or a 4-D bool tensor (true = seen), a 4-D additive float tensor,
             or None, where `is_causal` (default: the module's own) decides, as for "sdpa".
+        dropout: the probability that a weight becomes 0; layers give 0 in evaluation mode.
         position_bias: `[1 | B, H, Sq, Skv]`, added to the scores (T5).
         softcap: bound on the scores (Gemma).
         s_aux: `[H]`, logits of attention sinks (GPT-OSS).
@@ -47,8 +48,9 @@ def attention_forward(
         `(out [B, Sq, H, D], None)`.
 
     Raises:
-        UnsupportedError: attention dropout, attention weights, or something else is asked for that stof does not read:
-            a layer's own choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
+        UnsupportedError: attention weights, or something else is asked for that stof does not read: a layer's own
+            choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
+        ArgumentError: a dropout outside 0 to below 1.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
 
     Examples:
@@ -58,7 +60,6 @@ def attention_forward(
         >>> out.shape
         torch.Size([1, 40, 4, 16])
     """
-    _refuse_dropout(dropout)
     refuse_attention_weights(kwargs.get("output_attentions"))
     refuse_unread(module, kwargs)
     if attention_mask is None:
@@ -82,8 +83,9 @@ def attention_forward(
         # One query against a growing cache: a plan for every new length would cost more than it skips.
         added = _bias(position_bias, attention_mask, mask.keep, query.dtype)
         out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=added, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+            query, key, value, attn_mask=added, dropout_p=dropout or 0.0, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
     else:
         out = attention(
             query,
@@ -94,6 +96,7 @@ def attention_forward(
             bias=_bias(position_bias, attention_mask, mask.keep, query.dtype),
             softcap=softcap,
             sinks=s_aux,
+            dropout_p=dropout or 0.0,
         )
     out = out.transpose(1, 2).contiguous()
     return out if nan is None else out.masked_fill(nan[:, :, None, None], torch.nan), None
@@ -119,15 +122,6 @@ def _check_self_attention(
         raise ShapeError(
             f"{type(module).__name__} has a sparse mask, which is for self-attention, and was called with {q_len} "
             f"queries and {kv_len} keys; give sparsify() a mapping or function that returns None for this layer"
-        )
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"stof attention has no dropout, and the layer asks for {dropout}; call model.eval(), or set the attention "
-            'dropout of the configuration to 0, or train with model.set_attn_implementation("sdpa")',
-            {},
         )
 
 

@@ -1,6 +1,6 @@
 """Row-block attention: only the columns a row block needs, through PyTorch's fused CPU attention.
 
-Where that operator cannot serve (softcap, another value width) the same walk runs on plain
+Where that operator cannot serve (softcap, dropout, another value width) the same walk runs on plain
 matrix products of one row block at a time.
 """
 
@@ -13,7 +13,17 @@ from torch import Tensor
 
 from stof.kernels.common import empty_output, softmax_and_lse
 from stof.kernels.cpu.schedule import COLUMNS, EMPTY_ROWS, MASK_OFFSET, MERGE, Schedule, Step
-from stof.kernels.cpu.steps import MaskReader, Rows, bias_dtype, bias_part, fold_heads, keys_of, narrow_bias
+from stof.kernels.cpu.steps import (
+    DropoutOfHeads,
+    MaskReader,
+    Rows,
+    bias_dtype,
+    bias_part,
+    fold_heads,
+    keys_of,
+    narrow_bias,
+)
+from stof.kernels.dropout import Dropout
 from stof.kernels.merge import merge_results, share_of_keys
 from stof.runtime.private import flash_attention_cpu
 
@@ -36,11 +46,12 @@ class _Call(NamedTuple):
     scale: float
     softcap: float
     checked: bool
+    dropout: DropoutOfHeads | None
 
     @property
     def is_fused(self) -> bool:
         """Whether PyTorch's fused operator serves it."""
-        return not self.softcap and self.q.shape[-1] == self.v.shape[-1]
+        return not self.softcap and self.q.shape[-1] == self.v.shape[-1] and self.dropout is None
 
     def part(self, batches: slice, heads: slice) -> _Call:
         """The call of some sequences and heads."""
@@ -55,6 +66,7 @@ class _Call(NamedTuple):
             out=self.out[batches, heads],
             lse=self.lse[batches, heads],
             bias=None if self.bias is None else narrow_bias(self.bias, batches, heads),
+            dropout=None if self.dropout is None else self.dropout.part(batches, heads),
         )
 
     def sequence(self, b: int) -> _Call:
@@ -62,8 +74,9 @@ class _Call(NamedTuple):
         one = slice(b, b + 1)
         bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[one]
         return self._replace(
-            q=self.q[one], k=self.k[one], v=self.v[one], out=self.out[one], lse=self.lse[one], bias=bias
-        )
+            q=self.q[one], k=self.k[one], v=self.v[one], out=self.out[one], lse=self.lse[one], bias=bias,
+            dropout=None if self.dropout is None else self.dropout.part(one, slice(None)),
+        )  # fmt: skip
 
 
 def row_block_attention(
@@ -76,6 +89,7 @@ def row_block_attention(
     bias: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Masked attention; arguments and results as `reference_attention`, the mask as a `Schedule`.
 
@@ -87,7 +101,9 @@ def row_block_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(batch, heads, q_len, dtype=lse_dtype, device=q.device)
-    call = _Call(q, k, v, out, lse, bias, scale, softcap, checked=schedule.merges or bias is not None)
+    dropped = None if dropout is None else DropoutOfHeads.of(dropout, q, k)
+    checked = schedule.merges or bias is not None
+    call = _Call(q, k, v, out, lse, bias, scale, softcap, checked, dropped)
     _run(call, schedule)
     # Rows that see no key have -inf, which is no suspect.
     unchecked = call.is_fused and not call.checked
@@ -165,7 +181,8 @@ def _attend(call: _Call, rows: Rows, steps: list[Step], schedule: Schedule, mask
         return where if group == 1 else fold_heads(where, heads, group, height, count)
 
     if not call.is_fused:
-        out, lse = _plain(q, k, v, added, hidden(), call)
+        kept = None if call.dropout is None else call.dropout.kept(rows, steps, schedule, group)
+        out, lse = _plain(q, k, v, added, hidden(), call, kept)
     else:
         out, lse = _fused(q, k, v, added, call.scale, swap=len(steps) > 1)
         if steps[0][EMPTY_ROWS] or (call.checked and _has_suspects(lse)):
@@ -227,9 +244,10 @@ def _corrected(
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, hidden: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor]:
-    """One row block by matmuls: float64 for float64, else float32."""
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, hidden: Tensor | None, call: _Call,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One row block by matmuls: float64 for float64, else float32; `kept`: the weights that dropout leaves."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(call.scale)
     if call.softcap:
@@ -239,4 +257,6 @@ def _plain(
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)  # also scores that are NaN
     weights, lse = softmax_and_lse(scores)
+    if kept is not None and call.dropout is not None:
+        weights = weights.masked_fill_(~kept, 0.0).mul_(call.dropout.scale)
     return (weights @ v.to(dtype)).to(q.dtype), lse

@@ -2,9 +2,7 @@
 
 Each step adds what its rows and columns contribute, by PyTorch's fused backward: weights are `exp(scores - lse)` and
 `delta = rowsum(d_out * out)` of whole rows, so that steps need not know of each other. Where that operator cannot serve
-(softcap, another value width, gradients of a bias or through the log-sum-exp) steps are computed by matmuls.
-
-Dropout: its mask multiplies the weights of dV and `d_out v^T`, both in `_plain`; the fused operator takes no mask.
+(softcap, dropout, another value width, gradients of a bias or through the log-sum-exp) steps are computed by matmuls.
 """
 
 from __future__ import annotations
@@ -15,7 +13,17 @@ import torch
 from torch import Tensor
 
 from stof.kernels.cpu.schedule import COLUMN_OFFSET, COLUMNS, FIRST_COLUMN, MASK_OFFSET, MERGE, Schedule, Step
-from stof.kernels.cpu.steps import MaskReader, Rows, bias_dtype, bias_part, fold_heads, keys_of, narrow_bias
+from stof.kernels.cpu.steps import (
+    DropoutOfHeads,
+    MaskReader,
+    Rows,
+    bias_dtype,
+    bias_part,
+    fold_heads,
+    keys_of,
+    narrow_bias,
+)
+from stof.kernels.dropout import Dropout
 from stof.kernels.implementation import Gradients, NeedsGrad
 from stof.runtime.private import flash_attention_cpu_backward
 
@@ -47,6 +55,7 @@ class _Call(NamedTuple):
     scale: float
     softcap: float
     fused: bool
+    dropout: DropoutOfHeads | None
 
     def part(self, batches: slice, heads: slice) -> _Call:
         """The call of some sequences and heads."""
@@ -56,7 +65,8 @@ class _Call(NamedTuple):
         of_kv = {name: getattr(self, name)[batches, kv_heads] for name in ("k", "v", "dk", "dv")}
         biases = {name: getattr(self, name) for name in ("bias", "d_bias")}
         biases = {name: x if x is None else narrow_bias(x, batches, heads) for name, x in biases.items()}
-        return self._replace(**of_q, **of_kv, **biases)
+        dropout = None if self.dropout is None else self.dropout.part(batches, heads)
+        return self._replace(**of_q, **of_kv, **biases, dropout=dropout)
 
 
 _OF_QUERIES = ("q", "out", "d_out", "lse", "delta", "share", "dq")
@@ -77,6 +87,7 @@ def row_block_backward(
     sinks: Tensor | None = None,
     d_lse: Tensor | None = None,
     needs: NeedsGrad | None = None,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Gradients of `row_block_attention`; arguments and results as `reference_backward`, the mask as a `Schedule`.
 
@@ -90,7 +101,7 @@ def row_block_backward(
     d_bias = None
     if needs.bias and bias is not None:
         d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
-    fused = not softcap and q.shape[-1] == v.shape[-1] and d_lse is None and d_bias is None
+    fused = not softcap and dropout is None and q.shape[-1] == v.shape[-1] and d_lse is None and d_bias is None
     empty = lse == -torch.inf
     if bool(empty.any()):
         # Queries without keys may hold NaN.
@@ -104,7 +115,8 @@ def row_block_backward(
     # Rows are written by one step, and added to by those that merge.
     dq = torch.empty_like(q, dtype=lse.dtype if schedule.merges else q.dtype, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    call = _Call(q, k, v, out, d_out, lse, delta, share, dq, dk, dv, bias, d_bias, scale, softcap, fused)
+    dropped = None if dropout is None else DropoutOfHeads.of(dropout, q, k)
+    call = _Call(q, k, v, out, d_out, lse, delta, share, dq, dk, dv, bias, d_bias, scale, softcap, fused, dropped)
     if needs.q or needs.kv or needs.bias:
         _run(call, schedule)
     return Gradients(
@@ -185,7 +197,8 @@ def _compute(call: _Call, rows: Rows, steps: list[Step], schedule: Schedule, mas
         if mask is not None:
             hidden = mask == -torch.inf
             hidden = hidden if group == 1 else fold_heads(hidden, heads, group, height, count)
-        dq, dk, dv, d_scores = _plain(d_out, q, k, v, lse, delta, share, added, hidden, call)
+        kept = None if call.dropout is None else call.dropout.kept(rows, steps, schedule, group)
+        dq, dk, dv, d_scores = _plain(d_out, q, k, v, lse, delta, share, added, hidden, kept, call)
         if call.d_bias is not None:
             _add_bias(call.d_bias, d_scores.view(batch, heads, height, count), rows, steps[0], schedule)
     dq = dq.reshape(batch, heads, height, -1).to(call.dq.dtype)
@@ -217,6 +230,7 @@ def _plain(
     share: Tensor,
     added: Tensor | None,
     hidden: Tensor | None,
+    kept: Tensor | None,
     call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(dq, dk, dv, d_scores)` of one batch of steps by matmuls: float64 for float64, else float32."""
@@ -230,11 +244,15 @@ def _plain(
         scores = scores + added
     weights = torch.exp(scores - lse[..., None])
     shared = weights * share[..., None]
-    d_scores = shared * (d_out @ v.mT) - weights * delta[..., None]
+    d_weights = d_out @ v.mT
+    seen = shared
+    if kept is not None and call.dropout is not None:
+        seen, d_weights = (x.masked_fill(~kept, 0.0) * call.dropout.scale for x in (shared, d_weights))
+    d_scores = shared * d_weights - weights * delta[..., None]
     d_capped = d_scores if slope is None else d_scores * slope
     if hidden is not None:  # also what is NaN
-        shared, d_scores, d_capped = (x.masked_fill(hidden, 0.0) for x in (shared, d_scores, d_capped))
-    return d_capped @ k * call.scale, d_capped.mT @ q * call.scale, shared.mT @ d_out, d_scores
+        seen, d_scores, d_capped = (x.masked_fill(hidden, 0.0) for x in (seen, d_scores, d_capped))
+    return d_capped @ k * call.scale, d_capped.mT @ q * call.scale, seen.mT @ d_out, d_scores
 
 
 def _add_keys(total: Tensor, part: Tensor, steps: list[Step], schedule: Schedule) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stof.kernels.cpu.schedule import COLUMN_OFFSET, COLUMNS, FIRST_COLUMN, ROW_START, ROW_STOP, Schedule, Step
+from stof.kernels.dropout import Dropout, head_numbers, kept_weights
 
 # Additive masks kept expanded during one call; equal row blocks (windows, documents) hit it.
 _EXPANDED_MASKS = 4
@@ -104,6 +106,44 @@ def fold_heads(added: Tensor, heads: int, group: int, height: int, count: int) -
 def narrow_bias(bias: Tensor, batches: slice, heads: slice) -> Tensor:
     bias = bias if bias.shape[0] == 1 else bias[batches]
     return bias if bias.shape[1] == 1 else bias[:, heads]
+
+
+class DropoutOfHeads(NamedTuple):
+    """Dropout of some sequences and heads of a call.
+
+    Attributes:
+        dropout: of the call.
+        heads: int64 `[b, h]`, their `b * H + h`.
+        rows, columns: int64 `[1, 1, Sq]` and `[1, 1, Skv]`, the numbers of queries and keys.
+    """
+
+    dropout: Dropout
+    heads: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @staticmethod
+    def of(dropout: Dropout, q: Tensor, k: Tensor) -> DropoutOfHeads:
+        """That of all sequences and heads of a call."""
+        rows, columns = (torch.arange(x.shape[2], device=x.device)[None, None] for x in (q, k))
+        return DropoutOfHeads(dropout, head_numbers(q.shape[0], q.shape[1], q.device), rows, columns)
+
+    @property
+    def scale(self) -> float:
+        """The factor of weights that stay."""
+        return self.dropout.scale
+
+    def part(self, batches: slice, heads: slice) -> DropoutOfHeads:
+        """That of some of the sequences and heads."""
+        return self._replace(heads=self.heads[batches, heads])
+
+    def kept(self, rows: Rows, steps: list[Step], schedule: Schedule, group: int) -> Tensor:
+        """Which weights of a batch of steps stay, `[n, hkv, group * height, columns]`: heads are folded into rows."""
+        queries = rows.take(self.rows)[..., None]  # [n | 1, 1, height, 1]
+        keys = keys_of(self.columns, steps, schedule)[:, :, None]  # [n | 1, 1, 1, columns]
+        kept = kept_weights(self.dropout, self.heads[..., None, None], queries, keys)
+        batch, heads, height, count = kept.shape
+        return kept if group == 1 else kept.reshape(batch, heads // group, group * height, count)
 
 
 class MaskReader:

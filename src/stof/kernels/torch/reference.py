@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.common import empty_output, softmax_and_lse
+from stof.kernels.dropout import Dropout, dense_kept_weights
 from stof.kernels.implementation import Gradients, NeedsGrad
 from stof.kernels.merge import share_of_keys
 
@@ -22,12 +23,13 @@ def reference_attention(
     bias: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with every option of the operator, memory `O(B * H * Sq * Skv)`.
 
     `s = scale * q @ k^T; s = softcap * tanh(s / softcap); s += bias; s = -inf where not kept`, then a softmax
-    whose denominator also counts `exp(sinks[h])`.
+    whose denominator also counts `exp(sinks[h])`; then dropout of the weights.
 
     Args:
         q: `[B, H, Sq, D]`.
@@ -38,12 +40,13 @@ def reference_attention(
         bias: additive, broadcastable to `[B, H, Sq, Skv]`.
         softcap: bound on the scaled scores, 0 for none.
         sinks: `[H]`, one extra logit per head with no value behind it.
+        dropout: its probability and seed, None for none; see `stof.kernels.dropout`.
         compute_dtype: dtype of all arithmetic; default float64 for float64 inputs, else float32.
 
     Returns:
         `(out, lse)`: `[B, H, Sq, Dv]` in q's dtype, and the log-sum-exp over the kept keys (sinks not
-        counted) `[B, H, Sq]` in the compute dtype. A row that keeps nothing gives 0 and -inf. Keys and values that
-        no query of a head may see are never part of the result, NaN among them.
+        counted, nor dropout) `[B, H, Sq]` in the compute dtype. A row that keeps nothing gives 0 and -inf. Keys and
+        values that no query of a head may see are never part of the result, NaN among them.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     batch, heads, q_len, _ = q.shape
@@ -59,6 +62,8 @@ def reference_attention(
         scores = scores.masked_fill(~keep, -torch.inf)
         v = _seen_values(v, keep, heads)
     weights, lse = softmax_and_lse(scores)
+    if dropout is not None:
+        weights = _dropped(weights, dropout)
     grouped_weights = weights.reshape(batch, kv_heads, heads // kv_heads, q_len, k.shape[2])
     out = grouped_weights @ v.to(dtype).unsqueeze(2)
     out = out.reshape(batch, heads, q_len, v.shape[-1])
@@ -71,6 +76,12 @@ def reference_in_q_order(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, **option
     """`reference_attention` with its output in q's memory order, which the operator's fake promises."""
     out, lse = reference_attention(q, k, v, keep, **options)
     return empty_output(q, v).copy_(out), lse
+
+
+def _dropped(weights: Tensor, dropout: Dropout) -> Tensor:
+    """Weights after dropout, or their gradients; `[B, H, Sq, Skv]`."""
+    batch, heads, q_len, kv_len = weights.shape
+    return weights.masked_fill(~dense_kept_weights(dropout, batch, heads, q_len, kv_len), 0.0) * dropout.scale
 
 
 def _seen_values(v: Tensor, keep: Tensor, heads: int) -> Tensor:
@@ -93,16 +104,18 @@ def reference_backward(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     d_lse: Tensor | None = None,
+    dropout: Dropout | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients of `reference_attention` by definition, memory `O(B * H * Sq * Skv)`.
 
     With `w` the weights after the sinks, `p` those before them, and `delta = rowsum(d_out * out)`:
     `d_v = w^T d_out; d_s = w * (d_out v^T - delta) + p * d_lse; d_bias = d_s`; through the softcap,
-    `d_s *= 1 - (s / softcap)^2`; then `d_q = scale * d_s k; d_k = scale * d_s^T q`.
+    `d_s *= 1 - (s / softcap)^2`; then `d_q = scale * d_s k; d_k = scale * d_s^T q`. Dropout multiplies the weights of
+    `d_v`, and `d_out v^T`.
 
     Args:
-        q, k, v, keep, scale, bias, softcap, sinks, compute_dtype: as for `reference_attention`.
+        q, k, v, keep, scale, bias, softcap, sinks, dropout, compute_dtype: as for `reference_attention`.
         d_out: `[B, H, Sq, Dv]`, the gradient of the output.
         d_lse: `[B, H, Sq]`, the gradient of the log-sum-exp; None for zero.
 
@@ -129,7 +142,10 @@ def reference_backward(
     share = torch.ones_like(lse) if sinks is None else share_of_keys(lse, sinks)
     d_weights = d_out @ v_of_head.mT
     shared = weights * share[..., None]
-    delta = (d_out * (shared @ v_of_head)).sum(-1)
+    seen = shared
+    if dropout is not None:
+        seen, d_weights = _dropped(shared, dropout), _dropped(d_weights, dropout)
+    delta = (d_out * (seen @ v_of_head)).sum(-1)
     d_scores = shared * (d_weights - delta[..., None])
     if d_lse is not None:
         d_scores = d_scores + weights * d_lse.to(dtype).masked_fill(empty, 0.0)[..., None]
@@ -145,7 +161,7 @@ def reference_backward(
     return Gradients(
         q=(d_scores @ k_of_head * scale).to(q.dtype),
         k=of_key_heads(d_scores.mT @ q_seeing * scale).to(k.dtype),
-        v=of_key_heads(shared.mT @ d_out).to(v.dtype),
+        v=of_key_heads(seen.mT @ d_out).to(v.dtype),
         bias=d_bias,
         sinks=d_sinks,
     )

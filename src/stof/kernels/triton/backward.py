@@ -15,6 +15,7 @@ from stof.kernels.triton.backward_arguments import (
     Shapes,
     bias_strides,
     block_sizes,
+    dropout_of,
     grid_of,
     kernel_launch,
     kinds_of,
@@ -59,8 +60,8 @@ def bind_backward(
         needs: which gradients are computed.
 
     Returns:
-        `call(q, k, v, out, lse, d_out, d_lse, bias, sinks) -> Gradients`, with the forward's `out` and its
-        `lse [B, H, Sq]`, float32 and contiguous.
+        `call(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed=None) -> Gradients`, with the forward's `out` and
+        its `lse [B, H, Sq]`, float32 and contiguous.
 
     Raises:
         UnfitLayoutError: the layouts are not for tensors of these sizes.
@@ -87,12 +88,14 @@ def bind_backward(
         d_lse: Tensor | None,
         bias: Tensor | None,
         sinks: Tensor | None,
+        seed: Tensor | None = None,
     ) -> Gradients:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | d_out.data_ptr()) & 15:
-            return copied(q, k, v, out, lse, d_out, d_lse, bias, sinks)
+            return copied(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
         d_lse = None if d_lse is None else d_lse.float().contiguous()
         stats = of_rows(out, lse, d_out, d_lse, sinks)
-        tensors = (q, k, v, d_out, stats, q if bias is None else bias)
+        # Pointers the kernels are compiled not to read take any tensor.
+        tensors = (q, k, v, d_out, stats, q if bias is None else bias, lse if seed is None else seed)
         dq = None if of_q is None else of_q(*tensors)
         dk, dv = (None, None) if of_kv is None else of_kv(*tensors)
         d_bias = d_sinks = None
@@ -116,7 +119,7 @@ def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad)
 
     `out` is read in any memory order, but has the width of `d_out`.
     """
-    scale, softcap = options.scale, options.softcap
+    scalars = options.scalars
 
     def call(
         q: Tensor,
@@ -128,13 +131,15 @@ def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad)
         d_lse: Tensor | None,
         bias: Tensor | None,
         sinks: Tensor | None,
+        seed: Tensor | None = None,
     ) -> Gradients:
         head_dim, value_dim = q.shape[3], v.shape[3]
         q, k, v, d_out = (padded_rows(x, row_unit(x)) for x in (q, k, v, d_out))
         missing = v.shape[3] - value_dim
         out = torch.nn.functional.pad(out, (0, missing)) if missing else out
-        bound = bind_backward(q, k, v, out, d_out, d_lse, prepared, Options(scale, softcap, bias, sinks), needs)
-        found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks)
+        called = scalars._replace(bias=bias, sinks=sinks, seed=seed)
+        bound = bind_backward(q, k, v, out, d_out, d_lse, prepared, called, needs)
+        found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
         dq, dk, dv = (
             x if x is None or x.shape[3] == width else x[..., :width].contiguous()
             for x, width in zip(found[:3], (head_dim, head_dim, value_dim), strict=True)
@@ -173,7 +178,7 @@ def _bind_row_stats(
 def _bind_dq(
     shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
-    """`call(q, k, v, d_out, stats, bias) -> dq`."""
+    """`call(q, k, v, d_out, stats, bias, seed) -> dq`."""
     tiles, config = prepared.dq, prepared.dq_config
     groups = shapes.batch * shapes.heads
     dq = empty_gradient(q)
@@ -185,11 +190,12 @@ def _bind_dq(
         (
             *shapes.strides(q, k, v, d_out), *dq.stride()[:3], *bias_strides(options.bias), *mask_strides(tiles),
             groups, shapes.heads, shapes.group, shapes.q_len, *shapes.widths, len(tiles.items), side, tiles.row_blocks,
-            tiles.slots, shapes.stat_size, *scales_of(options),
+            tiles.slots, shapes.stat_size, *scales_of(options), *dropout_of(options),
         ),
         (
             *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
             needs_int64_offsets(q, k, v, d_out, dq, options.bias), precision_of(q), config.num_stages,
+            options.dropout_p > 0,
         ),
         config,
         q.device,
@@ -197,10 +203,10 @@ def _bind_dq(
     merge = _bind_merge(tiles, dq, shapes.block_d, options.scale)
     chunks = groups * tiles.slots * block_sizes(tiles)[1] * shapes.block_d
 
-    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
         dq = empty_gradient(q)
         chunk = stats.new_empty(chunks) if chunks else stats
-        launch(q, k, v, d_out, stats, bias, dq, chunk)
+        launch(q, k, v, d_out, stats, bias, dq, chunk, seed)
         merge(dq, chunk)
         return dq
 
@@ -210,7 +216,7 @@ def _bind_dq(
 def _bind_dkv(
     shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`call(q, k, v, d_out, stats, bias) -> (dk, dv)`."""
+    """`call(q, k, v, d_out, stats, bias, seed) -> (dk, dv)`."""
     tiles, config = prepared.dkv, prepared.dkv_config
     groups = shapes.batch * shapes.kv_heads
     dk, dv = empty_gradient(k), empty_gradient(v)
@@ -223,10 +229,12 @@ def _bind_dkv(
             *shapes.strides(q, k, v, d_out), *dk.stride()[:3], *dv.stride()[:3], *bias_strides(options.bias),
             *mask_strides(tiles), groups, shapes.kv_heads, shapes.group, shapes.q_len, shapes.kv_len, *shapes.widths,
             len(tiles.items), side, tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options),
+            *dropout_of(options),
         ),
         (
             *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
             needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias), precision_of(q), config.num_stages,
+            options.dropout_p > 0,
         ),
         config,
         q.device,
@@ -235,12 +243,14 @@ def _bind_dkv(
     merge_dv = _bind_merge(tiles, dv, shapes.block_v, 1.0)
     rows = groups * tiles.slots * block_sizes(tiles)[1]
 
-    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         dk, dv = empty_gradient(k), empty_gradient(v)
         dk_chunk = dv_chunk = stats
         if rows:
             dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (shapes.block_d, shapes.block_v))
-        launch(q, k, v, d_out, stats, bias, dk, dv, dk_chunk, dv_chunk)
+        launch(q, k, v, d_out, stats, bias, dk, dv, dk_chunk, dv_chunk, seed)
         merge_dk(dk, dk_chunk)
         merge_dv(dv, dv_chunk)
         return dk, dv
@@ -251,7 +261,7 @@ def _bind_dkv(
 def _bind_d_bias(
     shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
-    """`call(q, k, v, d_out, stats, bias) -> d_bias` for a bias that has a value for every key."""
+    """`call(q, k, v, d_out, stats, bias, seed) -> d_bias` for a bias that has a value for every key."""
     tiles, bias = prepared.dkv, options.bias
     assert bias is not None
     bias_batch, bias_heads, bias_rows, _ = bias.shape
@@ -266,19 +276,20 @@ def _bind_d_bias(
             *shapes.strides(q, k, v, d_out), *bias_strides(bias), *mask_strides(tiles), bias_heads,
             shapes.batch // bias_batch, shapes.heads // bias_heads, shapes.heads, shapes.group, shapes.q_len,
             shapes.kv_len, *shapes.widths, tiles.row_blocks, shapes.stat_size, options.scale, options.softcap,
+            *dropout_of(options),
         ),
         (
             *block_sizes(tiles), *shapes.blocks, bias_rows > 1, tiles.has_partial, tiles.has_full,
             tiles.row_order.numel() > 0, options.softcap > 0, options.sinks is not None, shapes.unit, precision_of(q),
-            prepared.dkv_config.num_stages,
+            prepared.dkv_config.num_stages, options.dropout_p > 0,
         ),
         prepared.dkv_config,
         q.device,
     )  # fmt: skip
 
-    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
         d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        launch(q, k, v, d_out, stats, bias, d_bias)
+        launch(q, k, v, d_out, stats, bias, d_bias, seed)
         return d_bias.to(bias.dtype)
 
     return call

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from stof.kernels.config import KernelConfig
+from stof.kernels.dropout import scale_of, threshold_of
 from stof.kernels.implementation import Options
 from stof.kernels.triton.backward_tiles import BackwardTiles
 from stof.kernels.triton.operands import row_strides, row_unit
@@ -119,6 +120,11 @@ def modes_of(options: Options) -> tuple[bool, ...]:
     """HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS."""
     has_bias, has_softcap = options.bias is not None, options.softcap > 0
     return has_bias or has_softcap, has_softcap, has_bias, options.sinks is not None
+
+
+def dropout_of(options: Options) -> tuple[int, float]:
+    """The threshold and the scale of dropout, of a call without any 0 and 1."""
+    return threshold_of(options.dropout_p), scale_of(options.dropout_p)
 
 
 def scales_of(options: Options) -> tuple[float, float, float]:

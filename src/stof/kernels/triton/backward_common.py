@@ -9,7 +9,8 @@ the gradient of a bias (`bias_gradient_kernel.py`). Each kernel keeps the rows o
 through the tiles of a layout, as the forward does, so nothing is added up by atomics: equal calls give equal bits.
 Programs of a split row block leave partial sums in float32, which `merge_kernel` adds up in the order of the chunks.
 
-Dropout: its mask multiplies the weights of dV and `d_out v^T`, in each kernel's tile function.
+With dropout, the weights of dV and `d_out v^T` are multiplied by `keep / (1 - p)`, where `keep` is computed anew
+from the seed. delta needs no change: `out` has dropout in it.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2.
 """

@@ -20,6 +20,7 @@ from stof.kernels.triton.backward_common import (
     tile_score_gradients,
     tile_weights,
 )
+from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -49,6 +50,11 @@ def _bias_tile(
     softcap,
     head_dim,
     value_dim,
+    head_number,  # b * H + h
+    seed,
+    offset,
+    threshold,
+    dropout_scale,
     PARTIAL: tl.constexpr,
     BY_QUERY: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -56,6 +62,7 @@ def _bias_tile(
     PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,6 +83,9 @@ def _bias_tile(
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]: rows are keys
     p, _ = tile_weights(s, lse[None, :], bias, keep, scale, softcap, PARTIAL, True, HAS_SOFTCAP, True)
     d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    if HAS_DROPOUT:
+        kept = kept_weights(seed, offset, threshold, head_number, columns[None, :], row[:, None])
+        d_p = tl.where(kept, d_p * dropout_scale, 0.0)
     d_s = tile_score_gradients(p, d_p, delta[None, :], share[None, :], keep, PARTIAL, HAS_SINKS)
     if BY_QUERY:
         # Columns that no row keeps repeat another one: no two threads may write to one element.
@@ -97,6 +107,7 @@ def bias_gradient_kernel(
     stats_ptr,  # of `row_stats_kernel`
     bias_ptr,  # broadcast to [B, H, Sq, Skv] by strides of 0
     d_bias_ptr,  # [bias batch, bias heads, Sq if BY_QUERY else 1, Skv] float32, zeros, contiguous
+    seed_ptr,  # [2] int64
     pattern_ptr,  # fields of `BackwardTiles` of the transposed layout
     row_block_ptr,
     partial_count_ptr,
@@ -135,6 +146,8 @@ def bias_gradient_kernel(
     stat_size,
     scale,
     softcap,
+    threshold,  # of dropout
+    dropout_scale,  # 1 / (1 - p)
     BLOCK_R: tl.constexpr,  # rows of a row block
     BLOCK_M: tl.constexpr,  # rows of the matrix products, at least BLOCK_R
     BLOCK_N: tl.constexpr,
@@ -151,6 +164,7 @@ def bias_gradient_kernel(
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Gradients of a bias at the keys of one row block."""
@@ -164,6 +178,7 @@ def bias_gradient_kernel(
     row = row.to(tl.int64)
     d_bias_base = d_bias_ptr + bias_group.to(tl.int64) * kv_len * (q_len if BY_QUERY else 1)
     summed = tl.zeros([BLOCK_M], tl.float32)
+    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
 
     n = tl.arange(0, BLOCK_N)
     r = tl.minimum(tl.arange(0, BLOCK_M), BLOCK_R - 1)
@@ -189,8 +204,8 @@ def bias_gradient_kernel(
                 summed = _bias_tile(
                     k, v, summed, columns, words, q_base, d_out_base, stats, bias_base, d_bias_base, row, row_ok,
                     stride_qs * UNIT, stride_gs * UNIT, stride_bq, stride_bk, stat_size, kv_len, scale, softcap,
-                    head_dim, value_dim, True, BY_QUERY, HAS_SOFTCAP, HAS_SINKS, PAD_D, PAD_V, PRECISION,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                    head_dim, value_dim, b * heads + head, seed, offset, threshold, dropout_scale, True, BY_QUERY,
+                    HAS_SOFTCAP, HAS_SINKS, PAD_D, PAD_V, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         if HAS_FULL:
             for tile in tl.range(full_begin, end, num_stages=STAGES):
@@ -198,8 +213,8 @@ def bias_gradient_kernel(
                 summed = _bias_tile(
                     k, v, summed, columns, 0, q_base, d_out_base, stats, bias_base, d_bias_base, row, row_ok,
                     stride_qs * UNIT, stride_gs * UNIT, stride_bq, stride_bk, stat_size, kv_len, scale, softcap,
-                    head_dim, value_dim, False, BY_QUERY, HAS_SOFTCAP, HAS_SINKS, PAD_D, PAD_V, PRECISION,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                    head_dim, value_dim, b * heads + head, seed, offset, threshold, dropout_scale, False, BY_QUERY,
+                    HAS_SOFTCAP, HAS_SINKS, PAD_D, PAD_V, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         # The next batch entry or head adds to the same elements, in other threads: its tiles may be others.
         tl.debug_barrier()

@@ -16,6 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.tile_bits import kept_scores
@@ -46,7 +47,9 @@ def _step(
     k_ptr,
     v_ptr,
     bias_row_ptr,  # [BLOCK_M] pointers to the bias row of each query
-    row_ok,  # [BLOCK_M]
+    row,  # [BLOCK_M], as row_ok and head_number
+    row_ok,
+    head_number,  # b * H + h
     stride_ks,
     stride_vs,
     stride_bk,
@@ -54,6 +57,9 @@ def _step(
     softcap,
     head_dim,
     value_dim,
+    seed,
+    offset,
+    threshold,
     PARTIAL: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -65,12 +71,13 @@ def _step(
     INT64_OFFSETS: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One tile: scores, mask, online softmax, accumulate."""
+    """One tile: scores, mask, online softmax, dropout, accumulate."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
     at = columns.to(tl.int64) if INT64_OFFSETS else columns
@@ -107,6 +114,10 @@ def _step(
     alpha = tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
+    if HAS_DROPOUT:
+        # After the sum: the softmax's denominator counts what is dropped.
+        kept = kept_weights(seed, offset, threshold, head_number[:, None], row[:, None], columns[None, :])
+        p = tl.where(kept, p, 0.0)
     if PAD_V:
         v = tl.load(v_ptr + v_at + dv[None, :], mask=(dv < value_dim)[None, :], other=0.0)
     else:
@@ -131,7 +142,9 @@ def _store(
     stride_os,
     q_len,
     value_dim,
+    dropout_scale,
     HAS_SINKS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PAD_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -144,6 +157,8 @@ def _store(
         sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
         total = tl.where(some, total * (1.0 + tl.exp2((sink - lse) * LOG2E)), 1.0)
     factor = tl.where(some, 1.0 / total, 0.0)
+    if HAS_DROPOUT:
+        factor *= dropout_scale
     dv = tl.arange(0, BLOCK_V)
     out_ptrs = out_base + (head.to(tl.int64) * stride_oh + row * stride_os)[:, None] + dv[None, :]
     out_ok = row_ok[:, None] & (dv < value_dim)[None, :] if PAD_V else row_ok[:, None]
@@ -209,6 +224,7 @@ def block_wise_kernel(
     chunk_out_ptr,  # [groups, chunks, BLOCK_M, BLOCK_V] float32
     chunk_ml_ptr,  # [groups, chunks, 2, BLOCK_M] float32
     counters_ptr,  # [groups, split row blocks] int32, zero before and after
+    seed_ptr,  # [2] int64
     pattern_ptr,  # [mask_batch, mask_heads] int32
     items_ptr,  # [P, items, ITEM_SIZE] int32
     first_columns_ptr,  # [P, items, BLOCK_N or 1] int32, columns of each item's first tile; 1 if CONTIGUOUS_TILES
@@ -248,6 +264,8 @@ def block_wise_kernel(
     splits,
     scale,  # times log2(e) unless HAS_SCORE_MOD
     softcap,
+    threshold,  # of dropout
+    dropout_scale,  # 1 / (1 - p)
     BLOCK_Q: tl.constexpr,  # query rows of a row block
     PACK: tl.constexpr,  # query heads in the rows of a tile, rounded up to a power of two
     BLOCK_M: tl.constexpr,  # rows of the matrix product, >= BLOCK_Q * PACK
@@ -276,6 +294,7 @@ def block_wise_kernel(
     SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     launch_next_and_wait(USE_PDL)
@@ -359,6 +378,9 @@ def block_wise_kernel(
         bias_row = tl.multiple_of(bias_row, VECTOR)
     bias_row_ptr = bias_ptr + bias_row
 
+    head_number = b * heads + head
+    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
+
     m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -393,10 +415,10 @@ def block_wise_kernel(
             if not SHARED:
                 bitmap = tl.load(partial_bitmap_ptr + tile + 2)
             acc, m_i, l_i = _step(
-                q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS,
-                PARTIAL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_V,
+                q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row, row_ok, head_number,
+                stride_ks, stride_vs, stride_bk, scale, softcap, head_dim, value_dim, seed, offset, threshold, True,
+                HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, PARTIAL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS,
+                SAME_STRIDE, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
         if HAS_FULL and FULL_GATHERED:
             next_columns = full_columns
@@ -413,10 +435,10 @@ def block_wise_kernel(
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
             acc, m_i, l_i = _step(
-                q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row_ok, stride_ks, stride_vs,
-                stride_bk, scale, softcap, head_dim, value_dim, False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS,
-                FULL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS, SAME_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
-                BLOCK_V,
+                q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row, row_ok, head_number,
+                stride_ks, stride_vs, stride_bk, scale, softcap, head_dim, value_dim, seed, offset, threshold, False,
+                HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, FULL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS,
+                SAME_STRIDE, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
     if SPLIT:
@@ -453,5 +475,5 @@ def block_wise_kernel(
             tl.store(counter_ptr, 0)
     _store(
         acc, m_i, l_i, row, head, row_ok, out_base, lse_ptr + b64 * heads * q_len, sinks_ptr,
-        stride_oh, stride_os, q_len, value_dim, HAS_SINKS, PAD_V, BLOCK_V,
+        stride_oh, stride_os, q_len, value_dim, dropout_scale, HAS_SINKS, HAS_DROPOUT, PAD_V, BLOCK_V,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from stof.kernels.triton.backward_common import (
     times_slope,
 )
 from stof.kernels.triton.backward_tiles import ITEM
+from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -53,6 +54,11 @@ def _dkv_tile(
     softcap,
     head_dim,
     value_dim,
+    head_number,  # b * H + h
+    seed,
+    offset,
+    threshold,
+    dropout_scale,
     PARTIAL: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -62,6 +68,7 @@ def _dkv_tile(
     PAD_V: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -86,7 +93,12 @@ def _dkv_tile(
     d_p = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
     p, slope = tile_weights(s, lse[None, :], bias, keep, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS)
     w = p * share[None, :] if HAS_SINKS else p
+    if HAS_DROPOUT:
+        kept = kept_weights(seed, offset, threshold, head_number, columns[None, :], row[:, None])
+        w = tl.where(kept, w * dropout_scale, 0.0)
     dv = tl.dot(w.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+    if HAS_DROPOUT:
+        d_p = tl.where(kept, d_p * dropout_scale, 0.0)
     d_s = tile_score_gradients(p, d_p, delta[None, :], share[None, :], keep, PARTIAL, HAS_SINKS)
     if HAS_SOFTCAP:
         d_s = times_slope(d_s, slope, keep, PARTIAL)
@@ -107,6 +119,7 @@ def dkv_kernel(
     dv_ptr,  # [B, Hkv, Skv, Dv]
     dk_chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
     dv_chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_V] float32
+    seed_ptr,  # [2] int64
     pattern_ptr,  # fields of `BackwardTiles` of the transposed layout
     items_ptr,
     row_block_ptr,
@@ -154,6 +167,8 @@ def dkv_kernel(
     score_scale,  # times log2(e) unless HAS_SCORE_MOD
     scale,
     softcap,
+    threshold,  # of dropout
+    dropout_scale,  # 1 / (1 - p)
     BLOCK_R: tl.constexpr,  # rows of a row block
     BLOCK_M: tl.constexpr,  # rows of the matrix products, at least BLOCK_R
     BLOCK_N: tl.constexpr,
@@ -175,6 +190,7 @@ def dkv_kernel(
     INT64_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Gradients of the keys and values of one row block, or a chunk's part of them."""
@@ -200,6 +216,7 @@ def dkv_kernel(
     v = load_block(v_base, row * stride_vs * UNIT, row_ok, value_dim, BLOCK_V)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
 
     n = tl.arange(0, BLOCK_N)
     r = tl.minimum(tl.arange(0, BLOCK_M), BLOCK_R - 1)
@@ -215,6 +232,7 @@ def dkv_kernel(
         d_out_base = d_out_ptr + (b64 * stride_gb + head64 * stride_gh) * UNIT
         stats = stats_ptr + (b64 * kv_heads * heads_per_group + head) * q_len
         bias_base = bias_ptr + b64 * stride_bb + head64 * stride_bh
+        head_number = b * kv_heads * heads_per_group + head
         if HAS_PARTIAL:
             # Columns and bitmap words are loaded one tile ahead, as in the forward: see `block_wise_kernel`.
             next_columns = tl.load(columns_ptr + begin * BLOCK_N + n)
@@ -228,8 +246,9 @@ def dkv_kernel(
                 dk, dv = _dkv_tile(
                     k, v, dk, dv, columns, words, q_base, d_out_base, stats, bias_base, row, row_ok,
                     stride_qs * UNIT, stride_gs * UNIT, stride_bq, stride_bk, stat_size, score_scale, softcap,
-                    head_dim, value_dim, True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V,
-                    INT64_OFFSETS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                    head_dim, value_dim, head_number, seed, offset, threshold, dropout_scale, True, HAS_SCORE_MOD,
+                    HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
         if HAS_FULL:
             lane = 0 if FULL_CONTIGUOUS else n
@@ -241,8 +260,9 @@ def dkv_kernel(
                 dk, dv = _dkv_tile(
                     k, v, dk, dv, columns, 0, q_base, d_out_base, stats, bias_base, row, row_ok,
                     stride_qs * UNIT, stride_gs * UNIT, stride_bq, stride_bk, stat_size, score_scale, softcap,
-                    head_dim, value_dim, False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V,
-                    INT64_OFFSETS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                    head_dim, value_dim, head_number, seed, offset, threshold, dropout_scale, False, HAS_SCORE_MOD,
+                    HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
 
     slot = group.to(tl.int64) * slots + tl.load(items_ptr + item * ITEM_SIZE + SLOT)

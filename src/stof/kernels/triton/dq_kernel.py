@@ -18,6 +18,7 @@ from stof.kernels.triton.backward_common import (
     times_slope,
 )
 from stof.kernels.triton.backward_tiles import ITEM
+from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -50,6 +51,11 @@ def _dq_tile(
     softcap,
     head_dim,
     value_dim,
+    head_number,  # b * H + h
+    seed,
+    offset,
+    threshold,
+    dropout_scale,
     PARTIAL: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -59,6 +65,7 @@ def _dq_tile(
     PAD_V: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,6 +83,9 @@ def _dq_tile(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     p, slope = tile_weights(s, lse[:, None], bias, keep, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS)
     d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+    if HAS_DROPOUT:
+        kept = kept_weights(seed, offset, threshold, head_number, row[:, None], columns[None, :])
+        d_p = tl.where(kept, d_p * dropout_scale, 0.0)
     d_s = tile_score_gradients(p, d_p, delta[:, None], share[:, None], keep, PARTIAL, HAS_SINKS)
     if HAS_SOFTCAP:
         d_s = times_slope(d_s, slope, keep, PARTIAL)
@@ -93,6 +103,7 @@ def dq_kernel(
     bias_ptr,  # broadcast to [B, H, Sq, Skv] by strides of 0
     dq_ptr,  # [B, H, Sq, D]
     chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
+    seed_ptr,  # [2] int64
     pattern_ptr,  # fields of `BackwardTiles` of the forward layout
     items_ptr,
     row_block_ptr,
@@ -136,6 +147,8 @@ def dq_kernel(
     score_scale,  # times log2(e) unless HAS_SCORE_MOD
     scale,
     softcap,
+    threshold,  # of dropout
+    dropout_scale,  # 1 / (1 - p)
     BLOCK_R: tl.constexpr,  # rows of a row block
     BLOCK_M: tl.constexpr,  # rows of the matrix products, at least BLOCK_R
     BLOCK_N: tl.constexpr,
@@ -157,6 +170,7 @@ def dq_kernel(
     INT64_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Gradients of the queries of one row block, or a chunk's part of them."""
@@ -196,6 +210,7 @@ def dq_kernel(
     v_base = v_ptr + (b64 * stride_vb + kv_head64 * stride_vh) * UNIT
     bias_base = bias_ptr + b64 * stride_bb + head64 * stride_bh
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
 
     n = tl.arange(0, BLOCK_N)
     if HAS_PARTIAL:
@@ -213,8 +228,8 @@ def dq_kernel(
             dq = _dq_tile(
                 q, d_out, dq, lse, delta, share, columns, words, k_base, v_base, bias_base, row, row_ok,
                 stride_ks * UNIT, stride_vs * UNIT, stride_bq, stride_bk, score_scale, softcap, head_dim, value_dim,
-                True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V, INT64_OFFSETS, PRECISION,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                group, seed, offset, threshold, dropout_scale, True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS,
+                PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     if HAS_FULL:
         lane = 0 if FULL_CONTIGUOUS else n
@@ -226,8 +241,8 @@ def dq_kernel(
             dq = _dq_tile(
                 q, d_out, dq, lse, delta, share, columns, 0, k_base, v_base, bias_base, row, row_ok,
                 stride_ks * UNIT, stride_vs * UNIT, stride_bq, stride_bk, score_scale, softcap, head_dim, value_dim,
-                False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS, PAD_D, PAD_V, INT64_OFFSETS, PRECISION,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+                group, seed, offset, threshold, dropout_scale, False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS,
+                PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
     slot = group.to(tl.int64) * slots + tl.load(items_ptr + item * ITEM_SIZE + SLOT)
