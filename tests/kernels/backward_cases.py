@@ -130,7 +130,7 @@ def backward_cases() -> Iterator[BackwardCase]:
     dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
-    yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], options=True, dropout=True)
+    yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], slab=8, options=True, dropout=True)
     dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
     yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True)

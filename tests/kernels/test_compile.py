@@ -47,7 +47,7 @@ SPILLS = {
     "backward D 256": (64, 224),
     "backward fp32": (736, 1088),
     "backward options": (128, 224),
-    "backward dropout": (160, 320),
+    "backward dropout": (160, 352),
     "backward sums": (0, 0),
     "fill": (0, 64),
     "layout": (32, 48),
