@@ -152,10 +152,15 @@ def check_refusals(rank: int) -> None:
 
 
 def check_all(rank: int) -> None:
-    for name in MODELS:
+    for name in ("llama", "gemma2", "bert"):
         check_model(rank, name)
     check_sparse(rank)
     check_refusals(rank)
+
+
+def check_more(rank: int) -> None:
+    for name in ("mistral", "gpt-oss"):
+        check_model(rank, name)
 
 
 def check_fsdp(rank: int) -> None:
@@ -187,3 +192,8 @@ def test_with_fsdp2_on_the_other_dimension() -> None:
 
 def test_models_compute_as_in_one_process() -> None:
     run(check_all, 2)
+
+
+@pytest.mark.slow
+def test_more_models_compute_as_in_one_process() -> None:
+    run(check_more, 2)
