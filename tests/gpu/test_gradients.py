@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,3 +137,46 @@ def test_keys_that_no_query_sees_hold_nan() -> None:
     call["k"][:, :, 50:60] = call["v"][:, :, 50:60] = torch.nan
     assert expected_gradients(call).k is not None
     assert_gradients(gradients_of(call, masks.from_dense(keep)), call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_is_that_of_the_cpu(head_dim: int) -> None:
+    """The same seed drops the same weights, in the output and in all gradients."""
+    mask = masks.sliding_window(40)
+    inputs = make_inputs(batch=2, heads=4, kv_heads=2, q_len=200, head_dim=head_dim, dtype=torch.float32)
+    d_out, seed = torch.randn(2, 4, 200, head_dim), torch.tensor([12, 34])
+    results = []
+    for device in ("cpu", "cuda"):
+        with mock.patch.object(importlib.import_module("stof.attention"), "draw_seed", seed.to):
+            leaves = [x.to(device).requires_grad_() for x in inputs.qkv]
+            out = stof.attention(*leaves, mask, dropout_p=0.3)
+            results.append([x.cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out.to(device)))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_dropout_in_a_cuda_graph() -> None:
+    """Each replay drops other weights, and its gradients are those of its output."""
+    plan = stof.plan(masks.causal(), 100, 100, batch=1, heads=2, device="cuda")
+    q, k, v = (torch.randn(1, 2, 100, 64, device="cuda", requires_grad=True) for _ in range(3))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+
+    def step() -> tuple[Tensor, Tensor]:
+        out = stof.attention(q, k, v, plan, dropout_p=0.5)
+        return out, torch.autograd.grad(out, v, v)[0]
+
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, of_v = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        # out = W v and of_v = W^T v, so <out, v> = <v, of_v>.
+        torch.testing.assert_close((out * v).sum(), (v * of_v).sum(), rtol=1e-3, atol=1e-2)
+        seen.append(out.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
