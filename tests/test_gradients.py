@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,18 @@ def test_refusals() -> None:
         stof.attention(q, k, v, plan)
     with pytest.raises(UnsupportedError, match="differentiates"):
         torch.func.grad(lambda q: stof.attention(q, k, v, MASK).sum())(q)
+
+
+def test_plans_die_with_their_last_reference() -> None:
+    """What they hold for backward passes can be large."""
+    q = torch.randn(1, 2, 40, 16, requires_grad=True)
+    plan = stof.plan(masks.causal(), 40, batch=1, heads=2)
+    stof.attention(q, q, q, plan).sum().backward()
+    stof.plan_cache.clear()
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -29,8 +29,9 @@ WRONG = re.compile("is off by|not exactly 0|-inf elsewhere")
 
 @pytest.fixture(autouse=True)
 def _as_it_was(poisoned_memory: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Memory holds NaN; slow mask functions are drawn on purpose, so nobody is told."""
+    """Memory holds NaN; slow mask functions are drawn on purpose, so nobody is told; plans of other tests are gone."""
     caplog.set_level("ERROR")
+    stof.plan_cache.clear()
 
 
 def quick_cases(seed: int, device: str = "cpu") -> Iterator[Case]:

@@ -181,6 +181,7 @@ def test_attention_dropout_is_off_in_evaluation() -> None:
     assert torch.equal(model(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Inductor and what it imports
 def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
     """Compiled forward and backward under a sparse mask, then fused inference of the same model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -30,7 +31,8 @@ class PlanGradients:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        # The plan holds this object: without a cycle it dies, and frees its memory on a GPU, with its last reference.
+        self._plan: Plan = weakref.proxy(plan)
         self._layouts: dict[tuple[tuple[LayoutConfig, str | None], bool], Layout] = {}
         self._prepared: dict[tuple[str, BackwardTiling], Any] = {}
         self._failed: dict[tuple[str, BackwardTiling], str] = {}

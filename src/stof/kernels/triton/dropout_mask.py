@@ -32,7 +32,6 @@ def kept_weights(
 
     Indices keep their dimensions of size 1: the first two rounds are computed for rows and columns alone.
     """
-    word, _, _, _ = tl.philox(
-        seed, query.to(tl.uint32), key.to(tl.uint32), tl.to_tensor(head).to(tl.uint32), offset.to(tl.uint32)
-    )
-    return word >= tl.to_tensor(threshold).to(tl.uint32)
+    head = tl.zeros([], tl.int32) + head  # a tensor, where the caller's is a constant
+    word, _, _, _ = tl.philox(seed, query.to(tl.uint32), key.to(tl.uint32), head.to(tl.uint32), offset.to(tl.uint32))
+    return word >= (tl.zeros([], tl.int64) + threshold).to(tl.uint32)
