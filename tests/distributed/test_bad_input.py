@@ -138,6 +138,7 @@ def check_death(rank: int, mesh: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)connection|closed|peer|timed out"):
         stof.distributed.attention(q, k, v, shards)
     assert time.monotonic() - began < 30
+    os._exit(0)  # gloo may abort the process while it takes down a group whose peer is gone
 
 
 def test_bad_input_and_the_death_of_a_rank_are_errors_of_every_rank() -> None:

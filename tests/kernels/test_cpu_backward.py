@@ -48,6 +48,7 @@ def test_against_float64(data: st.DataObject, config: LayoutConfig, dtype: torch
     assert_gradients(run(call, schedule), call, factor=4.0 if dtype == torch.float64 else 2.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_steps_that_merge(dtype: torch.dtype, group: int) -> None:

@@ -177,7 +177,7 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
     """Split a sequence over the ranks of a mesh, with about equal work under a mask.
 
     Every rank calls it with the same arguments, which is checked. A rank holds one range of tokens, or an early and a
-    late one, as under a causal mask. The mask has the values of this moment.
+    late one, as under a causal mask. The mask is copied: later changes of its tensors have no effect.
 
     Args:
         mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function, text or None, of all
@@ -186,10 +186,10 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
         mesh: a `DeviceMesh` with one dimension, or one dimension of a larger mesh, as `mesh["sp"]`.
 
     Raises:
-        ArgumentError: no mesh of one dimension, or one without this rank.
-        ShapeError: fewer tokens than ranks, or a mask of another length.
-        MaskError: no mask.
-        RankMismatchError: another rank has another mask or length, or refused the call.
+        ArgumentError: if `mesh` is not a `DeviceMesh` of one dimension, or does not contain this rank.
+        ShapeError: if `length` is less than the number of ranks, or is not a length that the mask has.
+        MaskError: if `mask` cannot be converted to a mask.
+        RankMismatchError: if another rank has another mask or length, or raised an error.
 
     Examples:
         >>> import torch.distributed as dist

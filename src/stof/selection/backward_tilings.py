@@ -1,7 +1,7 @@
 """Tile sizes of the backward kernels, best first, by their estimated time under the mask.
 
-The estimate is that of `cost_model`: a program takes so long for itself and for each of its tiles, programs are placed
-longest first on what runs at once, and the last one to end tells the time.
+A program is estimated to take a fixed time plus a time for each of its tiles. Programs are assigned, longest first, to
+the slots that run at the same time; the estimate is when the last slot ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from stof.selection.resources import head_dim_class
 
 @dataclass(frozen=True)
 class BackwardTiling:
-    """Layouts and configurations of the kernels for dQ, and for dK and dV; None for the plan's layout.
+    """Layouts and configurations of the kernels for dQ, and for dK and dV.
 
     Attributes:
-        dq_layout: of the mask, and the name of its row order.
-        dkv_layout: of the transposed mask, whose rows are keys.
-        dq, dkv: how the kernels run.
+        dq_layout: tile sizes for the layout of the mask, and the name of its row order (None: rows in order). None for
+            the plan's own layout.
+        dkv_layout: the same for the transposed mask, whose rows are keys.
+        dq, dkv: how the kernels are compiled and their work is cut; None where an implementation has no choice.
     """
 
     dq_layout: tuple[LayoutConfig, str | None] | None = None
@@ -44,7 +45,8 @@ class _Tile:
 
     Attributes:
         rows, columns, num_warps, num_stages: of the tile and the kernel.
-        times: microseconds of a program, of a partial tile, of a full one, and of a chunk that is written and merged.
+        times: microseconds of a program, of a partial tile, of a full tile, and the extra time of a chunk of a split
+            row block, whose partial sums are written and then merged.
     """
 
     rows: int
@@ -55,12 +57,13 @@ class _Tile:
 
     @property
     def programs(self) -> int:
-        """Programs on a multiprocessor: registers allow 8 warps."""
+        """Programs on a multiprocessor: with up to 255 registers a thread, 8 warps fit."""
         return 8 // self.num_warps
 
 
 # By head_dim class. Times are fitted to measurements on an H200 (bf16; the masks of the benchmark grid and random ones
-# of 1 and 5 %; picks take 1 % longer than the fastest variant in the mean). A warp has 16 rows of a tile at least.
+# of 1 and 5 %; picks take 1 % longer than the fastest variant in the mean). For head_dim 256 and float32 the times of
+# partial tiles and chunks are set in proportion to those of full tiles, of which alone there were enough measurements.
 _DQ = {
     64: (
         _Tile(64, 64, 4, 3, (3.2, 0.83, 0.70, 0.1)),
@@ -87,15 +90,15 @@ _DKV = {
     ),
     256: (_Tile(32, 32, 4, 2, (7.2, 2.9, 2.4, 7.2)),),
 }
-# In float32 larger tiles spill, and those of wide heads need less shared memory.
+# In float32, larger tiles spill registers. For head_dim 256 the tile is smaller, so that it fits in shared memory.
 _FLOAT32 = {
     64: (_Tile(64, 32, 4, 2, (12.0, 5.7, 4.5, 12.0)), _Tile(32, 32, 4, 2, (7.5, 3.0, 2.6, 7.5))),
     128: (_Tile(32, 32, 4, 2, (7.5, 3.0, 2.6, 7.5)),),
     256: (_Tile(16, 32, 4, 2, (7.5, 3.0, 2.6, 7.5)),),
 }
-# Where other GPUs have less shared memory.
+# Tile sizes that are tried last, for GPUs with less shared memory than an H200.
 _SMALL = {64: (32, 32), 128: (32, 32), 256: (16, 32)}
-# Tiles of a chunk of a heavy row block; 0 keeps row blocks whole.
+# Most tiles of a chunk: row blocks with more are split; 0 splits none.
 _SPLITS = (0, 16, 64)
 
 
@@ -104,15 +107,15 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
 
     Args:
         call: the attention call.
-        geometry_of: the geometry of the mask, or with True of the transposed mask.
+        geometry_of: returns the `MaskGeometry` of the mask, or with True that of the transposed mask.
     """
     width = head_dim_class(call.head_dim, call.value_dim)
     tables = (_FLOAT32, _FLOAT32) if call.dtype == torch.float32 else (_DQ, _DKV)
-    # dK and dV add up the query heads of a key head in one program.
-    groups = (call.batch * call.heads, 1), (call.batch * call.kv_heads, call.heads // call.kv_heads)
+    # Independent groups of heads, and query heads in one program: dK and dV add up those of a key head.
+    head_groups = (call.batch * call.heads, 1), (call.batch * call.kv_heads, call.heads // call.kv_heads)
     dq, dkv = (
-        _ranked(table[width], geometry_of(transposed), *programs)
-        for transposed, table, programs in zip((False, True), tables, groups, strict=True)
+        _best_variants(table[width], geometry_of(transposed), *groups)
+        for transposed, table, groups in zip((False, True), tables, head_groups, strict=True)
     )
     ranked = sorted(product(dq, dkv), key=lambda pair: pair[0].us + pair[1].us)
     small = LayoutConfig(*_SMALL[width]), None
@@ -130,8 +133,10 @@ class _Estimate:
     us: float
 
 
-def _ranked(tiles: tuple[_Tile, ...], geometry: MaskGeometry, groups: int, heads_in_group: int) -> list[_Estimate]:
-    """The best variant of each tile size: contiguous or gathered columns, row orders, heavy row blocks split or not."""
+def _best_variants(
+    tiles: tuple[_Tile, ...], geometry: MaskGeometry, groups: int, heads_in_group: int
+) -> list[_Estimate]:
+    """For each tile size the variant with the lowest estimate: contiguous or gathered columns, row order, splits."""
     device = geometry.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 

@@ -21,17 +21,18 @@ def load_seed(seed_ptr, HAS_DROPOUT: tl.constexpr):
 @triton.jit
 @no_type_check
 def kept_weights(
-    seed,  # int64, as offset
-    offset,
-    threshold,  # of 2**32
-    head,  # b * H + h, broadcast as the two others
+    seed,  # first value of the seed, int64
+    offset,  # second value, int64; the low 32 bits are used
+    threshold,  # dropout_p * 2**32, less than 2**32: a weight stays if its random word is at least that
+    head,  # b * H + h; broadcasts with query and key
     query,
     key,
 ):
-    """Which weights of a tile stay.
+    """A bool tensor, True where a weight stays.
 
-    Indices keep their dimensions of size 1: the first two rounds are computed for rows and columns alone.
+    Pass `query` and `key` as `[M, 1]` and `[1, N]` in either order, not broadcast to `[M, N]`: the multiplications of
+    the first two Philox rounds then take M or N elements instead of M * N.
     """
-    head = tl.zeros([], tl.int32) + head  # a tensor, where the caller's is a constant
+    head = tl.zeros([], tl.int32) + head  # a tensor: the argument may be a Python constant
     word, _, _, _ = tl.philox(seed, query.to(tl.uint32), key.to(tl.uint32), head.to(tl.uint32), offset.to(tl.uint32))
     return word >= (tl.zeros([], tl.int64) + threshold).to(tl.uint32)
