@@ -18,5 +18,5 @@ def test_finetune(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "finetune.py"), "--steps", "2", "--batch", "2", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "it loads without stof" in done.stdout
+    assert "it loads without stof" in " ".join(done.stdout.split())  # lines are wrapped
     assert {path.name for path in tmp_path.iterdir()} >= {"loss.png", "model.safetensors", "config.json"}
