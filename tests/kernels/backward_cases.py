@@ -125,15 +125,19 @@ def backward_cases() -> Iterator[BackwardCase]:
     ):
         dq, dkv = ([_sizes(tile) for tile in table[head_dim]] for table in tables)
         for place, (one, other) in enumerate(zip_longest(dq, dkv)):
-            archs = ARCHS if place == 0 else (90,)
+            fits_everywhere = place == 0 and (head_dim == 64 or dtype == single)
+            archs = ARCHS if fits_everywhere else (90,)
             yield BackwardCase(name, dtype, head_dim, one or dq[0], other or dkv[0], archs=archs)
+    others = tuple(arch for arch in ARCHS if arch != 90)
+    for name, head_dim in (("backward D 128", 128), ("backward D 256", 256)):
+        yield BackwardCase(name, half, head_dim, _sizes(_DQ[head_dim][-1]), _sizes(_DKV[head_dim][0]), archs=others)
     dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], slab=8, options=True, dropout=True)
     dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
-    yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True)
+    yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 128, dq[0], dkv[0], dropout=True)
 
 
