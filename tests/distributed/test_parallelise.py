@@ -197,3 +197,25 @@ def test_models_compute_as_in_one_process() -> None:
 @pytest.mark.slow
 def test_more_models_compute_as_in_one_process() -> None:
     run(check_more, 2)
+
+
+def check_one_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    ids = torch.arange(1, 21)[None]
+    dropping = make("llama").train()
+    for layer in dropping.modules():
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.5
+    with stof_hf.parallelise(dropping, mesh), pytest.raises(UnsupportedError, match="no dropout"):
+        dropping(ids)
+
+    model, plain, limit = make("llama").eval(), make("llama").eval(), [3]
+    changing = masks.from_function(lambda b, h, q, kv: q - kv < limit[0])
+    with torch.no_grad(), stof_hf.sparsify(model, changing), stof_hf.parallelise(model, mesh):
+        for limit[0] in (3, 7):
+            with stof_hf.sparsify(plain, masks.sliding_window(limit[0] - 1)):
+                torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+
+
+def test_dropout_is_refused_and_masks_have_the_values_of_the_call() -> None:
+    run(check_one_rank, 1)

@@ -249,7 +249,7 @@ def test_layouts_that_do_not_fit() -> None:
         prepare_backward(forward, forward)
     with pytest.raises(UnfitLayoutError, match="powers of two"):
         prepare_backward(forward, layouts_of(keep, 2, columns=LayoutConfig(192, 64))[1])
-    with pytest.raises(UnfitLayoutError, match="64 rows with 4 warps"):
+    with pytest.raises(UnfitLayoutError, match="a warp for 16 rows"):
         prepare_backward(layouts_of(keep, 2, rows=LayoutConfig(64, 64))[0], transposed, KernelConfig(num_warps=8))
     with pytest.raises(UnfitLayoutError, match="do not serve"):
         run(a_call(torch.ones(1, 1, 17, 48, dtype=torch.bool)), (forward, transposed))

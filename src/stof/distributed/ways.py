@@ -16,7 +16,7 @@ from stof.layout.survey import Survey
 # "keys": each rank keeps its queries and gathers the keys and values of all.
 WAYS = ("heads", "keys")
 
-# Of four H200s over NVLink, forward at 8k and 32k tokens a GPU: operations and bytes per second of one GPU.
+# Operations and bytes per second of one GPU, for four H200s over NVLink: rough values that only rank the two ways.
 OPERATIONS = 7e14
 BANDWIDTH = {"heads": 2e11, "keys": 2.5e11}
 

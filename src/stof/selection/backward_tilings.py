@@ -61,8 +61,8 @@ class _Tile:
         return 8 // self.num_warps
 
 
-# By head_dim class. Times are fitted to measurements on an H200 (bf16; the masks of the benchmark grid and random ones
-# of 1 and 5 %; picks take 1 % longer than the fastest variant in the mean). For head_dim 256 and float32 the times of
+# By head_dim class. Times are fitted to those of an H200 (bf16; the masks of the benchmark grid and random ones of 1
+# and 5 %), and only rank variants. For head_dim 256 and float32 the times of
 # partial tiles and chunks are set in proportion to those of full tiles, of which alone there were enough measurements.
 _DQ = {
     64: (

@@ -75,6 +75,10 @@ def attention_forward(
     compiling = torch.compiler.is_compiling()
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
     if mask.split is not None:
+        if dropout:
+            raise UnsupportedError(
+                "attention over a split sequence has no dropout; set the model's attention dropout to 0", {}
+            )
         if position_bias is not None:
             raise UnsupportedError("a position bias holds every score, so sequences with one are not split", {})
         combined = mask.narrowed(sparse)

@@ -38,6 +38,8 @@ class SplitSequence:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
         """`stof.distributed.attention` under a mask of all tokens."""
+        if mask.may_change:  # shards have the values of one moment
+            return attention(q, k, v, self.shards.with_mask(mask), **options)
         shards = self._by_mask.get(mask.key)
         if shards is None:
             shards = self._by_mask[mask.key] = self.shards.with_mask(mask)
@@ -97,17 +99,24 @@ class Parallelised:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split the arguments of a call."""
-        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
         error: StofError | None = None
         facts: dict[str, object] = {}
         try:
-            tokens = _check_call(module, given)
+            tokens = _check_call(module, arguments)
             rows, length = tokens.shape[:2]
-            positions = given.get("position_ids")
-            mask = _mask_of_call(given, rows, length)
-            given["position_ids"] = torch.arange(length, device=tokens.device)[None] if positions is None else positions
-            _check_tokens_apart(module, given, rows, length)
-            facts = {"the batch size": rows, "the length": length, "the mask": mask.key, "the arguments": sorted(given)}
+            positions = arguments.get("position_ids")
+            mask = _mask_of_call(arguments, rows, length)
+            arguments["position_ids"] = (
+                torch.arange(length, device=tokens.device)[None] if positions is None else positions
+            )
+            _check_tokens_apart(module, arguments, rows, length)
+            facts = {
+                "the batch size": rows,
+                "the length": length,
+                "the mask": mask.key,
+                "the arguments": sorted(arguments),
+            }
         except StofError as refused:
             error = refused
         if self.mesh.size() > 1:
@@ -116,10 +125,10 @@ class Parallelised:
             raise error
         split = self._split_of(mask, length)
         self.shards = split.shards
-        self._has_labels = given.get("labels") is not None
+        self._has_labels = arguments.get("labels") is not None
         if self._has_labels:
-            _shift_labels(given)
-        local = {name: _local(name, value, split.shards, rows) for name, value in given.items()}
+            _shift_labels(arguments)
+        local = {name: _local(name, value, split.shards, rows) for name, value in arguments.items()}
         count = len(split.shards.positions)
         local["attention_mask"] = ModelMask(
             mask, (rows, 1, count, count), includes_model_mask=False, checked=True, split=split

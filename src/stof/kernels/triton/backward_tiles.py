@@ -121,8 +121,10 @@ def prepare_backward(
     for of, config in ((layout, dq_config), (transposed, dkv_config)):
         # Of two warpgroups on 64 rows Triton 3.6 compiles a kernel that reads past its shared memory (seen on an H200
         # in float32 with head_dim 16).
-        if of.config.block_m == 64 and config.num_warps > 4:
-            raise UnfitLayoutError(f"backward kernels take tiles of 64 rows with 4 warps, got {config.num_warps}")
+        if of.config.block_m >= 64 and config.num_warps * 16 > of.config.block_m:
+            raise UnfitLayoutError(
+                f"backward kernels take at most a warp for 16 rows, got {config.num_warps} for {of.config.block_m}"
+            )
     return PreparedBackward(
         make_backward_tiles(layout, dq_config.split_tiles),
         dq_config,
