@@ -120,10 +120,14 @@ def _rows(name: str, tokens: int, ways: Sequence[str], mesh: Any, device: torch.
             if way.startswith("stof"):
                 leaves = [x.detach().requires_grad_() for x in local]
                 d_out = torch.randn_like(wanted)
-                both = _milliseconds(lambda: torch.autograd.grad(attend(*leaves), leaves, d_out))  # noqa: B023
+                both = _milliseconds(partial(_both, attend, leaves, d_out))
             yield row(forward, both)
         except (RuntimeError, ValueError) as problem:
             yield row(note=first_line(problem))
+
+
+def _both(attend: Callable[..., Tensor], leaves: list[Tensor], d_out: Tensor) -> object:
+    return torch.autograd.grad(attend(*leaves), leaves, d_out)
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

@@ -233,7 +233,7 @@ def attention(
     if dropout_p:
         refuse_dropout(mask_or_plan, own)
         seed = draw_seed(q.device)
-    given = (q, k, v, bias, sinks, scale, softcap, implementation)
+    arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
@@ -264,7 +264,7 @@ def attention(
     else:
         options = Options(factor, cap, bias, sinks, own, dropout_p, seed)
         plan_of_call = plan_of(mask_or_plan, q, k)
-        out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*given, *options.key_values))
+        out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
     return (out, lse) if return_lse else out
 
 

@@ -128,9 +128,9 @@ def backward_cases() -> Iterator[BackwardCase]:
             fits_everywhere = place == 0 and (head_dim == 64 or dtype == single)
             archs = ARCHS if fits_everywhere else (90,)
             yield BackwardCase(name, dtype, head_dim, one or dq[0], other or dkv[0], archs=archs)
-    others = tuple(arch for arch in ARCHS if arch != 90)
+    not_hopper = tuple(arch for arch in ARCHS if arch != 90)
     for name, head_dim in (("backward D 128", 128), ("backward D 256", 256)):
-        yield BackwardCase(name, half, head_dim, _sizes(_DQ[head_dim][-1]), _sizes(_DKV[head_dim][0]), archs=others)
+        yield BackwardCase(name, half, head_dim, _sizes(_DQ[head_dim][-1]), _sizes(_DKV[head_dim][0]), archs=not_hopper)
     dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)

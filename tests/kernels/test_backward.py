@@ -81,11 +81,11 @@ def run(
     options = Options(call["scale"], call.get("softcap", 0.0), bias, sinks, dropout_p=p, seed=seed)
     prepared = prepare_backward(*layouts, *configs)
     bound = backward.bind_backward(q, k, v, out, d_out, d_lse, prepared, options, needs)
-    found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
+    gradients = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
     if ON_GPU:  # the interpreter runs programs one after the other
         again = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
-        assert equal(found, again), "two equal calls give equal bits"
-    return Gradients(*[x if x is None else x.cpu() for x in found])
+        assert equal(gradients, again), "two equal calls give equal bits"
+    return Gradients(*[x if x is None else x.cpu() for x in gradients])
 
 
 def equal(some: Gradients, others: Gradients) -> bool:

@@ -406,8 +406,8 @@ def placed(
         return mask
     if isinstance(mask, Placed):
         lengths = [
-            own if own is not None or length is None else length + offset
-            for own, length, offset in ((mask.q_len, q_len, mask.q_offset), (mask.kv_len, kv_len, mask.kv_offset))
+            inner if inner is not None or length is None else length + offset
+            for inner, length, offset in ((mask.q_len, q_len, mask.q_offset), (mask.kv_len, kv_len, mask.kv_offset))
         ]
         offsets = mask.q_offset + q_offset, mask.kv_offset + kv_offset
         return placed(mask.mask, *offsets, q_len=lengths[0], kv_len=lengths[1])
