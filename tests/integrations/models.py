@@ -23,6 +23,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -133,3 +134,9 @@ def batch(side: str = "right", lengths: tuple[int, ...] = LENGTHS) -> dict[str, 
     valid = position < counts if side == "right" else position >= width - counts
     ids = torch.randint(1, VOCABULARY, valid.shape)
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
+
+
+def checkpoint_activations(model: PreTrainedModel, enabled: bool = True) -> None:
+    """Turn activation checkpointing on or off by the name that this version of transformers has for it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_{'enable' if enabled else 'disable'}")()

@@ -67,10 +67,7 @@ def test_gradients_are_those_of_the_models_own_attention(build: Callable[[], Any
     assert_equal(gradients(model, inputs), expected)
     if model.supports_gradient_checkpointing and build is not models.gpt_oss:
         model.config.use_cache = False
-        if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
-            model.activation_checkpointing_enable()
-        else:
-            model.gradient_checkpointing_enable()
+        models.checkpoint_activations(model)
         assert_equal(gradients(model, inputs), expected)
 
 
@@ -162,12 +159,12 @@ def test_attention_dropout(build: Callable[[], Any], monkeypatch: pytest.MonkeyP
     got = gradients(model, inputs)
     calls = len(seeds)
     assert calls >= 2
-    model.gradient_checkpointing_enable()
+    models.checkpoint_activations(model)
     torch.manual_seed(0)
     assert_equal(gradients(model, inputs), got)
     assert len(seeds) == 3 * calls
     assert all(map(torch.equal, seeds[:calls], seeds[calls : 2 * calls]))
-    model.gradient_checkpointing_disable()
+    models.checkpoint_activations(model, False)
     model.set_attn_implementation("eager")
     monkeypatch.setattr(nn.functional, "dropout", drop)
     following = iter(seeds[:calls])
