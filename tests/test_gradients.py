@@ -156,6 +156,7 @@ def test_the_backward_pass_is_under_the_mask_of_the_call(how: str) -> None:
 @pytest.mark.parametrize("how", ["mask", "from_dense", "plan", "tensor"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(how: str, backend: str) -> None:
+    torch.compiler.reset()  # the limit of recompilations counts those of other cases
     mask = GIVEN[how]()
     compiled = torch.compile(lambda q, k, v, m: stof.attention(q, k, v, m) * 2, fullgraph=True, backend=backend)
     q, k, v = inputs()
@@ -252,9 +253,6 @@ def test_refusals() -> None:
     (gradient,) = torch.autograd.grad(stof.attention(q, k, v, MASK).sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         torch.autograd.grad(gradient.sum(), k)
-    plan = stof.dynamic_plan(masks.block_topk(torch.randn(1, 1, 1, 1), 1, block_size=64), Q_LEN, KV_LEN)
-    with pytest.raises(UnsupportedError, match="dynamic plan"):
-        stof.attention(q, k, v, plan)
     with pytest.raises(UnsupportedError, match="differentiates"):
         torch.func.grad(lambda q: stof.attention(q, k, v, MASK).sum())(q)
 

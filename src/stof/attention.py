@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
+from stof.dispatch import call_spec, is_empty, plan_for_backward, plan_of, run_call, run_empty
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
 from stof.handles import FULL, handle_of, is_constant
@@ -189,10 +189,10 @@ def attention(
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
-        UnsupportedError: no implementation can run the call; lists every reason. Dropout under a dynamic plan, or of
-            8-bit tensors.
-        UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
-            under a mask function that reads what may change. Second derivatives raise it in the backward pass.
+        UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
+        UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
+            in compiled code under any dynamic plan or a mask function that reads what may change. Raised in the
+            backward pass: second derivatives, and a dynamic plan that was updated after the call.
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
@@ -231,7 +231,7 @@ def attention(
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
     if dropout_p:
-        refuse_dropout(mask_or_plan, own)
+        refuse_dropout(own)
         seed = draw_seed(q.device)
     arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
@@ -244,8 +244,8 @@ def attention(
         if differentiated:
             refuse_gradients(mask_or_plan, own)
             if not compiling and not is_empty(q, k) and type(q) in _REAL:
-                # The backward pass is under the mask of this call, whatever changes meanwhile.
-                mask_or_plan = plan_of(mask_or_plan, q, k)
+                options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
+                mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
         handle = handle_of(mask_or_plan, q, k)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
-from stof.errors import UnsupportedError
+from stof.errors import PlanMismatchError, UnsupportedError
 from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
@@ -238,11 +238,17 @@ def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softca
     ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
     # Eager calls give the number of their plan, which stays alive until the backward pass.
     ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
+    ctx.updates = 0 if ctx.plan is None else ctx.plan.updates
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The autograd formula of the operators."""
+    if ctx.plan is not None and ctx.plan.updates != ctx.updates:
+        raise PlanMismatchError(
+            "a dynamic plan was updated between a call and its backward pass, which would be under another mask; "
+            "update it after the backward pass, or give each layer a plan of its own"
+        )
     q, k, v, out, lse, bias, sinks, keep, *seed = ctx.saved_tensors
     of_q, of_k, of_v, _, of_bias, of_sinks, *rest = ctx.needs_input_grad
     needs = [of_q, of_k or of_v, of_bias, of_sinks]
