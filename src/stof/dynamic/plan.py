@@ -44,9 +44,9 @@ class DynamicPlan(Plan):
     kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
     would serve instead. Elsewhere `update` builds anew.
 
-    Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes lists
-    for the backward pass, which later updates fill as well; make it before an update is captured. An update between a
-    call and its backward pass makes that pass raise `PlanMismatchError`.
+    Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes
+    lists for the backward pass, which later updates fill as well; make it before an update is captured. An update
+    between a call and its backward pass makes that pass raise `PlanMismatchError`.
 
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
     replays of graphs that hold some of them, and calls and updates by several threads.
