@@ -19,7 +19,7 @@ from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec
-from stof.selection.backward_tilings import _DKV, _DQ, _FLOAT32
+from stof.selection.backward_tilings import _FLOAT32, _TILES
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble
 
 Q_LEN, KV_LEN, HEADS = 384, 640, 4
@@ -125,9 +125,9 @@ def backward_cases() -> Iterator[BackwardCase]:
     """Every tile size that plans choose; gathered and split; with every option."""
     half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
     for name, head_dim, dtype, tables in (
-        ("backward D 64", 64, bfloat, (_DQ, _DKV)),
-        ("backward D 128", 128, bfloat, (_DQ, _DKV)),
-        ("backward D 256", 256, half, (_DQ, _DKV)),
+        ("backward D 64", 64, bfloat, (_TILES["dq"], _TILES["dkv"])),
+        ("backward D 128", 128, bfloat, (_TILES["dq"], _TILES["dkv"])),
+        ("backward D 256", 256, half, (_TILES["dq"], _TILES["dkv"])),
         ("backward fp32", 64, single, (_FLOAT32, _FLOAT32)),
         ("backward fp32", 128, single, (_FLOAT32, _FLOAT32)),
     ):
@@ -138,16 +138,23 @@ def backward_cases() -> Iterator[BackwardCase]:
             yield BackwardCase(name, dtype, head_dim, one or dq[0], other or dkv[0], archs=archs)
     not_hopper = tuple(arch for arch in ARCHS if arch != 90)
     for name, head_dim in (("backward D 128", 128), ("backward D 256", 256)):
-        yield BackwardCase(name, half, head_dim, _sizes(_DQ[head_dim][-1]), _sizes(_DKV[head_dim][0]), archs=not_hopper)
+        yield BackwardCase(
+            name,
+            half,
+            head_dim,
+            _sizes(_TILES["dq"][head_dim][-1]),
+            _sizes(_TILES["dkv"][head_dim][0]),
+            archs=not_hopper,
+        )
     for head_dim, dtype in ((64, bfloat), (128, bfloat), (256, bfloat), (128, single), (256, single)):
         size = tile_size(CallSpec("cuda", dtype, head_dim, head_dim, HEADS, HEADS))
         tile, group = (size, size, DYNAMIC), "fp32" if dtype == single else f"D {head_dim}"
         yield BackwardCase(f"backward {group}", dtype, head_dim, tile, tile, dynamic=True)
-    dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_TILES["dq"], _TILES["dkv"]))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], slab=8, options=True, dropout=True)
-    dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_TILES["dq"], _TILES["dkv"]))
     yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
     yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 128, dq[0], dkv[0], dropout=True)
