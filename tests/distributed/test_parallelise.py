@@ -142,6 +142,9 @@ def check_refusals(rank: int) -> None:
         first = torch.ones_like(ids)
         first[:, 20 + rank :] = 0
         refuse(RankMismatchError, "the mask is", lambda: model(ids, attention_mask=first))
+        # As a data loader that gives each rank a batch of its own, which `Trainer` has.
+        refuse(RankMismatchError, "the hash of input_ids is", lambda: model(ids + rank))
+        refuse(RankMismatchError, "the hash of labels is", lambda: model(ids, labels=ids + rank))
         assert model(ids).logits.shape[1] < LENGTH
     bert = make("bert")
     bert.encoder.layer[0].register_module("mix", None)
