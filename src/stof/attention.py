@@ -27,6 +27,7 @@ from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, is_exporting, is_plain
 from stof.selection import Explanation
+from stof.sharding import global_result, is_dtensor, local_call
 from stof.validation import (
     check_bias,
     check_dropout,
@@ -157,7 +158,9 @@ def attention(
     tensors as in FlashAttention-3 (arXiv 2407.08608), section 3.3.
 
     Args:
-        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32, float64, or float8_e4m3fn with scales; any strides.
+        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32, float64, or float8_e4m3fn with scales; any strides. If
+            q, k and v are DTensors, replicated or sharded alike by batch or heads, the results are too; the mask or
+            plan is that of all batch entries and heads, the same on every rank, and follows them as bias and sinks do.
         k: keys `[B, Hkv, Skv, D]`, same dtype and device; `H` is a multiple of `Hkv`.
         v: values `[B, Hkv, Skv, Dv]`.
         mask_or_plan: what each query sees: a mask (compiled and cached by value), a plan from `stof.plan`, a bool
@@ -190,6 +193,7 @@ def attention(
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
+        UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
         UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
             in compiled code under any dynamic plan or a mask function that reads what may change. Raised in the
             backward pass: second derivatives, and a dynamic plan that was updated after the call.
@@ -220,6 +224,11 @@ def attention(
                 return found if return_lse else found[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
+    if is_dtensor(mask_or_plan) or (not plain and any(map(is_dtensor, (q, k, v, bias, sinks)))):
+        return _of_dtensors(
+            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, scale=scale, softcap=softcap,
+            implementation=implementation,
+        )  # fmt: skip
     if not plain and not compiling:
         refuse_contexts(q, k, v, bias, sinks, *own)
         register_flops()
@@ -266,6 +275,21 @@ def attention(
         plan_of_call = plan_of(mask_or_plan, q, k)
         out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
     return (out, lse) if return_lse else out
+
+
+def _of_dtensors(
+    q: Any, k: Any, v: Any, mask_or_plan: Any, bias: Any, sinks: Any, scales: Any, dropout_p: float, return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of DTensors; the results are DTensors with the placements of q."""
+    if torch.compiler.is_dynamo_compiling():
+        break_graph("stof.attention computes on the local tensors of DTensors outside of compiled graphs")
+        return torch.compiler.disable(_of_dtensors)(
+            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, **options
+        )
+    local = local_call(q, k, v, mask_or_plan, bias, sinks, dropout_p=dropout_p, scales=scales)
+    out, lse = attention(*local[:4], bias=local.bias, sinks=local.sinks, return_lse=True, **options)
+    return (global_result(out, q), global_result(lse, q)) if return_lse else global_result(out, q)
 
 
 def explain(

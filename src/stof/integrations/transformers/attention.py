@@ -14,6 +14,7 @@ from stof.integrations.transformers.mask_validation import check_scores, check_w
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
 from stof.integrations.transformers.sparse_mask import mask_of_call
+from stof.integrations.transformers.tensor_parallel import local_sinks, mask_of_rank
 from stof.masks import causal, from_dense
 
 
@@ -65,6 +66,9 @@ def attention_forward(
     if attention_mask is None:
         check_window(kwargs.get("sliding_window"), key.shape[2])
     sparse = mask_of_call(module)
+    if sparse is not None:
+        sparse = mask_of_rank(module, sparse, query.shape[1])
+    s_aux = local_sinks(s_aux, query)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     nan = None
     if mask.exact_nan:  # the packing check ignores sparse masks

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stof.distributed import Shards, attention, shard
-from stof.distributed.agreement import agree
+from stof.distributed.agreement import agree, digest
 from stof.distributed.shards import check_mesh
 from stof.errors import ArgumentError, ShapeError, StofError, UnsupportedError
 from stof.handles import FULL, intersection
@@ -117,6 +117,8 @@ class Parallelised:
                 "the mask": mask.key,
                 "the arguments": sorted(arguments),
             }
+            if self.mesh.size() > 1:
+                facts |= _values(arguments)
         except StofError as refused:
             error = refused
         if self.mesh.size() > 1:
@@ -187,7 +189,7 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
         UnsupportedError: a model that takes no `position_ids`, that counts positions otherwise than from 0, or with an
             encoder and a decoder; and in a call: a model whose layers mix tokens outside attention, a cache, masks for
             every score, labels of other tasks, and masks that transformers builds of functions stof does not know.
-        RankMismatchError: in a call, ranks that differ in length, batch size, mask or arguments.
+        RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers.
 
     Examples:
         >>> import torch.distributed as dist
@@ -264,6 +266,15 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
                 {},
             )
     return tokens
+
+
+def _values(given: dict[str, Any]) -> dict[str, object]:
+    """Hashes of tokens, labels and positions; tensors of numbers that ranks may round differently are not compared."""
+    return {
+        f"the hash of {name}": digest(value)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and not value.is_floating_point()
+    }
 
 
 def _mask_of_call(given: dict[str, Any], rows: int, length: int) -> Mask:
