@@ -10,7 +10,7 @@ from torch import Tensor
 from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
-from stof.handles import FULL, handle_of, is_constant
+from stof.handles import FULL, Intersection, handle_of, is_constant
 from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
@@ -25,7 +25,7 @@ from stof.operators import (
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import break_graph, is_exporting, is_plain
+from stof.runtime.private import break_graph, is_exporting, is_plain, is_traced
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
@@ -191,17 +191,18 @@ def attention(
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason. Dropout under a dynamic plan, or of
             8-bit tensors.
-        UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
-            under a mask function that reads what may change. Second derivatives raise it in the backward pass.
+        UnsupportedError: where a gradient is asked for: under a dynamic plan, and of 8-bit tensors. Second derivatives
+            raise it in the backward pass.
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
-    if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
-        break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
+    dynamo = torch.compiler.is_dynamo_compiling()
+    if dynamo and not is_exporting() and (reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks))):
+        break_graph(reason)
         return torch.compiler.disable(attention)(
             q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
             dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
-    compiling = torch.compiler.is_compiling()
+    compiling = dynamo or (torch.compiler.is_compiling() and is_traced(q))
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     # Nor a seed, which each call with dropout draws.
@@ -238,18 +239,16 @@ def attention(
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
-        differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *own)
-        )
+        differentiated = _is_differentiated((q, k, v, bias, sinks, *own))
         if differentiated:
             refuse_gradients(mask_or_plan, own)
             if not compiling and not is_empty(q, k) and type(q) in _REAL:
                 # The backward pass is under the mask of this call, whatever changes meanwhile.
                 mask_or_plan = plan_of(mask_or_plan, q, k)
-        handle = handle_of(mask_or_plan, q, k)
+        handle = handle_of(mask_or_plan, q, k, compiling)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})
-        constant = is_constant(handle)
+        constant = is_constant(handle, compiling)
         if seed is None:
             rest: tuple[Any, ...] = own or (None, None, None)
             operator = masked_attention_op if constant else varying_attention_op
@@ -292,6 +291,18 @@ def explain(
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
     call = call_spec(found, q, k, v, options)
     return Explanation(found.candidates(call), found.better_token_order(call))
+
+
+def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:
+    """Why compiled code has to leave a call to Python, else ""."""
+    if is_function_or_block_mask(mask_or_plan):
+        return "give stof.attention a mask that was made outside of compiled code by from_function"
+    changes = isinstance(mask_or_plan, Mask | Intersection) and mask_or_plan.may_change
+    return _CHANGES if changes and _is_differentiated(tensors) else ""
+
+
+def _is_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

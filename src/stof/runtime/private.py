@@ -56,6 +56,7 @@ __all__ = [
     "is_jit_tracing",
     "is_mutable",
     "is_plain",
+    "is_traced",
     "launcher_of",
     "outside_tracing",
     "pytree",
@@ -178,8 +179,17 @@ def break_graph(reason: str) -> None:
     torch._dynamo.graph_break(reason)
 
 
+def is_traced(tensor: Any) -> bool:
+    """Whether a compiler or exporter traces the call that has this tensor.
+
+    `torch.compiler.is_compiling` alone is also true while another thread compiles or exports. Only Dynamo traces calls
+    whose tensors are PyTorch's own.
+    """
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and type(tensor) not in _PLAIN)
+
+
 def is_exporting() -> bool:
-    """Whether torch.export traces.
+    """Whether torch.export traces, in any thread.
 
     `torch.compiler._is_exporting_flag`: the public `torch.compiler.is_exporting` is always true where Dynamo of PyTorch
     2.11 traces. Without it, programs would hold numbers of masks that mean nothing to the process that loads them.
