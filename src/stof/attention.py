@@ -25,7 +25,7 @@ from stof.operators import (
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import break_graph, is_exporting, is_plain, is_traced
+from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
@@ -42,8 +42,6 @@ from stof.validation import (
     usable_device,
 )
 
-# Types of tensors that hold values.
-_REAL = (Tensor, torch.nn.Parameter)
 _CHANGES = (
     "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
     "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
@@ -242,7 +240,7 @@ def attention(
         differentiated = _is_differentiated((q, k, v, bias, sinks, *own))
         if differentiated:
             refuse_gradients(mask_or_plan, own)
-            if not compiling and not is_empty(q, k) and type(q) in _REAL:
+            if not compiling and not is_empty(q, k) and has_values(q):
                 # The backward pass is under the mask of this call, whatever changes meanwhile.
                 mask_or_plan = plan_of(mask_or_plan, q, k)
         handle = handle_of(mask_or_plan, q, k, compiling)

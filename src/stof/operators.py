@@ -15,6 +15,7 @@ from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
+from stof.runtime.private import has_values
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -249,7 +250,7 @@ def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softca
     """Save what is no tensor."""
     ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
     # Eager calls give the number of their plan, which stays alive until the backward pass.
-    ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
+    ctx.plan = Plan.by_number(number) if mask == PLAN and has_values(q) else None
     ctx.set_materialize_grads(False)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
@@ -47,6 +48,7 @@ __all__ = [
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
     "has_hooks",
+    "has_values",
     "hooks_are_set",
     "inductor",
     "init_triton_cache",
@@ -186,6 +188,14 @@ def is_traced(tensor: Any) -> bool:
     whose tensors are PyTorch's own.
     """
     return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and type(tensor) not in _PLAIN)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a call on this tensor computes: it may be a user's subclass, but is none that stands for values.
+
+    `FakeTensor`, `FunctionalTensor`: without them, calls that are traced would make plans that the trace outlives.
+    """
+    return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
 
 
 def is_exporting() -> bool:
