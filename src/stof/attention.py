@@ -10,7 +10,7 @@ from torch import Tensor
 from stof.dispatch import call_spec, is_empty, plan_for_backward, plan_of, run_call, run_empty
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
-from stof.handles import FULL, handle_of, is_constant
+from stof.handles import FULL, Intersection, handle_of, is_constant
 from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
@@ -25,7 +25,7 @@ from stof.operators import (
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import break_graph, is_exporting, is_plain
+from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
 from stof.selection import Explanation
 from stof.sharding import global_result, is_dtensor, local_call
 from stof.validation import (
@@ -43,8 +43,7 @@ from stof.validation import (
     usable_device,
 )
 
-# Types of tensors that hold values.
-_REAL = (Tensor, torch.nn.Parameter)
+_UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
 _CHANGES = (
     "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
     "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
@@ -192,20 +191,20 @@ def attention(
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
-        UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
-        UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
-        UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
-            in compiled code under any dynamic plan or a mask function that reads what may change. Raised in the
-            backward pass: second derivatives, and a dynamic plan that was updated after the call.
+            if not compiling and not is_empty(q, k) and has_values(q):
+                options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
+                mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
+        handle = handle_of(mask_or_plan, q, k, compiling)
     """
     own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
-    if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
-        break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
+    dynamo = torch.compiler.is_dynamo_compiling()
+    if dynamo and not is_exporting() and (reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks))):
+        break_graph(reason)
         return torch.compiler.disable(attention)(
             q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
             dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
-    compiling = torch.compiler.is_compiling()
+    compiling = dynamo or (torch.compiler.is_compiling() and is_traced(q))
     plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     # Nor a seed, which each call with dropout draws.
@@ -247,18 +246,16 @@ def attention(
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
-        differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *own)
-        )
+        differentiated = _is_differentiated((q, k, v, bias, sinks, *own))
         if differentiated:
             refuse_gradients(mask_or_plan, own)
-            if not compiling and not is_empty(q, k) and type(q) in _REAL:
+            if not compiling and not is_empty(q, k) and has_values(q):
                 options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
                 mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
-        handle = handle_of(mask_or_plan, q, k)
+        handle = handle_of(mask_or_plan, q, k, compiling)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})
-        constant = is_constant(handle)
+        constant = is_constant(handle, compiling)
         if seed is None:
             rest: tuple[Any, ...] = own or (None, None, None)
             operator = masked_attention_op if constant else varying_attention_op
@@ -316,6 +313,22 @@ def explain(
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
     call = call_spec(found, q, k, v, options)
     return Explanation(found.candidates(call), found.better_token_order(call))
+
+
+def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:
+    """Why compiled code has to leave a call to Python, else ""."""
+    if is_function_or_block_mask(mask_or_plan):
+        return "give stof.attention a mask that was made outside of compiled code by from_function"
+    reason = ""
+    if isinstance(mask_or_plan, Plan):
+        reason = _UPDATES if mask_or_plan.is_dynamic else ""
+    elif isinstance(mask_or_plan, Mask | Intersection):
+        reason = _CHANGES if mask_or_plan.may_change else ""
+    return reason if reason and _is_differentiated(tensors) else ""
+
+
+def _is_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
+from stof.runtime.private import has_values
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -219,17 +220,29 @@ def _fake_backward(
     return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
+def _copy(keep: Tensor) -> Tensor:
+    return keep.clone()
+
+
+def _kept_values(keep: Tensor | None) -> Tensor | None:
+    """A copy of a bool tensor for the backward pass: PyTorch does not count all writes to the one that the user has.
+
+    By an operator of its own: compilers may move a plain copy into the backward pass.
+    """
+    return None if keep is None else copy_of_mask_op(keep)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass reads: inputs, results, and what names the plan."""
     q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep))
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
 def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """`_save` of a call with dropout: its seed too."""
     q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep), seed)
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
@@ -237,7 +250,7 @@ def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softca
     """Save what is no tensor."""
     ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
     # Eager calls give the number of their plan, which stays alive until the backward pass.
-    ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
+    ctx.plan = Plan.by_number(number) if mask == PLAN and has_values(q) else None
     ctx.updates = 0 if ctx.plan is None else ctx.plan.updates
     ctx.set_materialize_grads(False)
 
@@ -298,6 +311,8 @@ def _operators(name: str, *tags: torch.Tag, dropout: bool = False) -> tuple[Any,
     return forward, backward
 
 
+copy_of_mask_op = torch.library.custom_op("stof::copy_of_mask", _copy, mutates_args=())
+copy_of_mask_op.register_fake(_copy)
 masked_attention_op, masked_attention_backward_op = _operators("masked_attention")
 dropout_attention_op, dropout_attention_backward_op = _operators("dropout_attention", dropout=True)
 # The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor

@@ -24,6 +24,7 @@ from stof.integrations.transformers.packing_check import check, describe
 from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import Mask, causal, documents
+from stof.runtime.private import is_traced
 
 # Splits that are kept, by mask and length: counting tiles takes time, and batches of one length have one mask.
 _MOST_SPLITS = 8
@@ -242,11 +243,11 @@ def _check_positions(model: nn.Module) -> None:
 
 def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     """The tokens of a call, `[B, S]` or `[B, S, hidden]`."""
-    if torch.compiler.is_compiling():
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if is_traced(tokens):
         raise UnsupportedError("a model on split sequences is not compiled as a whole; compile its layers", {})
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         raise UnsupportedError(f"{type(module).__name__} no longer runs stof's attention; call enable(model)", {})
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ArgumentError("a model on split sequences is called with input_ids [B, S] or inputs_embeds")
     if cache_of(given) is not None or given.get("use_cache"):
