@@ -38,7 +38,7 @@ class LocalCall(NamedTuple):
 
 def is_dtensor(x: object) -> bool:
     """Whether it is a DTensor; asked without importing these, which takes a second."""
-    if x is None or type(x) in _PLAIN:
+    if not isinstance(x, Tensor) or type(x) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

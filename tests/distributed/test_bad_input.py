@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import stof
 import stof.distributed
@@ -111,6 +112,8 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
         refuse(ShapeError, "sinks", lambda f=attend: f(sinks=torch.zeros(2)))
         refuse(ShapeError, "bias broadcasts to", lambda f=attend: f(bias=torch.zeros(LENGTH, LENGTH)))
         refuse(ArgumentError, "which way=", lambda f=attend: f(bias=torch.zeros(LENGTH), way="heads"))
+        spread = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in ready]
+        refuse(DtypeError, "takes tensors of this rank, got DTensors", lambda a=spread, f=attend: f(*a))
         refuse(UnsupportedError, "has no dropout", lambda f=attend: f(dropout_p=0.5))
         refuse(DtypeError, "q is a torch.Tensor", lambda f=attend: f(None, k, v))
         refuse(DeviceError, "is on cpu, q, k and v are on meta", lambda f=attend: f(*(x.to("meta") for x in ready)))

@@ -13,9 +13,10 @@ from stof.distributed.agreement import agree
 from stof.distributed.exchange import GatherKeys, HeadsOfTokens, TokensOfHeads
 from stof.distributed.shards import Shards
 from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
-from stof.errors import ArgumentError, DeviceError, ShapeError, StofError, UnsupportedError, shown
+from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StofError, UnsupportedError, shown
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph
+from stof.sharding import is_dtensor
 from stof.validation import check_bias, check_scale, check_scales, check_sinks, check_softcap, check_tensors
 
 
@@ -124,6 +125,8 @@ def attention(
     error: StofError | None = None
     facts: dict[str, object] = {}
     try:
+        if any(map(is_dtensor, (q, k, v, bias, sinks))):
+            raise DtypeError("stof.distributed.attention takes tensors of this rank, got DTensors; give x.to_local()")
         _check(q, k, v, shards, way, scale, softcap, sinks, dropout_p)
         bias = check_bias(bias, q, shards.length)
         if bias is not None and way == "heads":
