@@ -17,9 +17,10 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import COMPACTED, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_lists import TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.kernels.implementation import tensors_of
+from stof.kernels.packed_integers import compacted_position, run_column
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -59,7 +60,7 @@ def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
         assert lists.slab == lists.block_n
         compacted = lists.compacted_keys.expand(*lists.pattern_of.shape, -1)[b, h].long()
         compacted = torch.where(compacted < 0, lists.kv_len, compacted)
-        place = records - COMPACTED + torch.arange(lists.block_n)
+        place = compacted_position(records) + torch.arange(lists.block_n)
         return torch.where(
             place < 0, records + torch.arange(lists.block_n), compacted[place.clamp(0, len(compacted) - 1)]
         )
@@ -70,9 +71,9 @@ def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
     slabs = lists.block_n // lists.slab
     assert records.shape[1] == slabs
     for start in range(0, slabs, RUN // lists.slab):
-        # Half a tile: one copy from `-1 - first`, or a copy of each slab.
+        # Half a tile: one copy of a run, or a copy of each slab.
         first, place = records[:, start], start * lists.slab
-        run = (-1 - first)[:, None] + torch.arange(RUN)
+        run = run_column(first)[:, None] + torch.arange(RUN)
         each = (records[:, start : start + RUN // lists.slab, None] + torch.arange(lists.slab)).flatten(1)
         out[:, place : place + RUN] = torch.where(first[:, None] < 0, run, each)
     assert bool((out >= 0).all())

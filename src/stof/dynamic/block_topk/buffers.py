@@ -19,6 +19,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
+from stof.kernels.packed_integers import run_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
@@ -160,7 +161,7 @@ class BlockBuffers(WorkBuffers):
         zeros = int_zeros(device)
         columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
-        columns[nothing:] = -1 - spare if paired else spare
+        columns[nothing:] = run_column(spare) if paired else spare
         dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
         empty = zeros(0)
         lists = TileLists(

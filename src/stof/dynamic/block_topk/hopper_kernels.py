@@ -15,6 +15,7 @@ from stof.kernels.hopper.refresh_work import (
     RANGE_PARTIAL_END,
     RANGE_SIZE,
 )
+from stof.kernels.triton.packed_integers import run_column
 
 # The bits of a float32 that is not a number.
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -125,10 +126,10 @@ def store_range(ranges_ptr, item, begin, partial_end, end, bitmap, nothing, bad)
 @triton.jit
 @no_type_check
 def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
-    """First columns of tiles, or of halves: `-1 - column` in the place of each of the four slabs of 16 columns."""
+    """First columns of tiles, or of halves: a run in the place of each of the four slabs of 16."""
     if PAIRED:
         at = place[:, None] * 4 + tl.arange(0, 4)[None, :]
-        value = (-1 - column)[:, None] + tl.zeros([1, 4], tl.int32)
+        value = run_column(column)[:, None] + tl.zeros([1, 4], tl.int32)
         tl.store(columns_ptr + at, value, mask=ok[:, None])
     else:
         tl.store(columns_ptr + place, column, mask=ok)

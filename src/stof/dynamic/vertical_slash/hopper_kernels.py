@@ -17,9 +17,7 @@ from stof.dynamic.block_topk.hopper_kernels import store_range
 from stof.dynamic.fill import store_columns
 from stof.dynamic.vertical_slash.tables import TABLES
 from stof.dynamic.vertical_slash.triton_kernels import seen_rows, window
-from stof.kernels.hopper.tile_lists import COMPACTED
-
-COMPACTED_AT = tl.constexpr(COMPACTED)
+from stof.kernels.triton.packed_integers import compacted_column
 
 
 @triton.jit
@@ -173,7 +171,7 @@ def slash_fill(
                 BLOCK, BLOCK,
             )  # fmt: skip
             tile = base + n_slash + start // BLOCK
-            tl.store(tiles_ptr + tile, COMPACTED_AT + start)
+            tl.store(tiles_ptr + tile, compacted_column(start))
             tl.store(tile_bitmap_ptr + tile, number)
             n_vertical += 1
     tiles = n_slash + n_vertical

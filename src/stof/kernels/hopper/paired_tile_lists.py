@@ -20,7 +20,6 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import SMALL_TILE
 from stof.kernels.hopper.tile_lists import (
-    SKIPPED_BIT,
     TILE_ITEM,
     TileLists,
     check_reads,
@@ -28,8 +27,10 @@ from stof.kernels.hopper.tile_lists import (
     oob_column,
     slabs_and_reads,
 )
+from stof.kernels.packed_integers import pair_bitmap, run_column
 from stof.layout import Layout
 from stof.layout.builders.build import deduplicate
+from stof.layout.layout import gathered_row
 
 # The least number of stages of K and V, less one.
 MOST_SKIPPED = 3
@@ -134,7 +135,7 @@ def _slabs(layout: Layout) -> tuple[Tensor, _Slabs]:
     base = layout.tile_base.long()
     along = torch.arange(per_tile, device=base.device) * slab
     columns = base[:, None] + along
-    columns[base < 0] = layout.gathered.long()[~base[base < 0]]
+    columns[base < 0] = layout.gathered.long()[gathered_row(base[base < 0])]
     bits = torch.full_like(columns, _EVERYTHING)
     partial = layout.tile_bitmap >= 0
     bits[partial] = number[layout.tile_bitmap[partial].long()]
@@ -273,7 +274,7 @@ def _by_row_block(placed: _Placed, number: Tensor) -> tuple[Tensor, Tensor]:
     out = number.new_zeros(len(number) + 3, number.shape[1])
     for row_block in range(number.shape[1]):
         mine = computed[:, row_block]
-        out[own[mine, row_block], row_block] = (number + (gap << SKIPPED_BIT))[mine, row_block]
+        out[own[mine, row_block], row_block] = pair_bitmap(number, gap)[mine, row_block]
     skipped = torch.zeros(len(placed.tiles), number.shape[1], dtype=torch.int64, device=number.device)
     return out, skipped.index_add_(0, placed.item, (~computed).long())
 
@@ -305,4 +306,4 @@ def _coded(columns: Tensor, slab: int, past: int) -> Tensor:
     if not slab:
         return columns
     follow = (columns == columns[:, :1] + slab * torch.arange(columns.shape[1], device=columns.device)).all(1)
-    return torch.where((follow & (used[:, 0] > 0))[:, None], -1 - columns[:, :1], columns)
+    return torch.where((follow & (used[:, 0] > 0))[:, None], run_column(columns[:, :1]), columns)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.online_softmax import LOWEST, bounded
+from stof.kernels.triton.packed_integers import asks_for_nan, nan_row_block
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.kernels.triton.work_list import BIAS_VECTOR, WORK_ITEM
@@ -280,7 +281,7 @@ def block_wise_kernel(
     FULL_GATHERED: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
-    NAN_ITEMS: tl.constexpr,  # items may ask for NaN: row block -2 - r
+    NAN_ITEMS: tl.constexpr,  # items may ask for NaN
     SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
     CONTIGUOUS_TILES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
     HAS_SCORE_MOD: tl.constexpr,
@@ -330,8 +331,8 @@ def block_wise_kernel(
     row_block = tl.load(item_ptr + ROW_BLOCK)
     nan_or_zero = 0.0
     if NAN_ITEMS:
-        nan_or_zero = tl.where(row_block < -1, float("nan"), 0.0)
-        row_block = tl.where(row_block < -1, -2 - row_block, row_block)
+        nan_or_zero = tl.where(asks_for_nan(row_block), float("nan"), 0.0)
+        row_block = tl.where(asks_for_nan(row_block), nan_row_block(row_block), row_block)
     if row_block < 0:  # patterns have different numbers of items
         return
     partial_begin = tl.load(item_ptr + PARTIAL_BEGIN)
