@@ -346,9 +346,9 @@ def joined(jobs: Tensor, lists: TileLists, slots: int) -> list[list[int]]:
     return whole
 
 
-def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
+def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, heads_at_once: int) -> Tensor:
     """Every item of every batch entry and head once; returns when thread blocks are done, in full tiles."""
-    padded = work_list(lists, batch, heads, blocks, side)
+    padded = work_list(lists, batch, heads, blocks, heads_at_once)
     assert padded.dtype == torch.int32
     check_lines(padded, lists)
     jobs = padded[:-1, : WORK.columns]
@@ -412,9 +412,9 @@ def test_jobs_are_made_on_the_host(paired: bool) -> None:
 @pytest.mark.parametrize("name", GRID)
 def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) -> None:
     lists = make_tile_lists(grid_layout(name, 2048, None, tile), split_tiles)
-    for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
-        loads = check_jobs(lists, batch, heads, 132, side)
-        longest = float(costs(work_list(lists, batch, heads, 132, side)[:-1], lists).max())
+    for batch, heads, heads_at_once in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
+        loads = check_jobs(lists, batch, heads, 132, heads_at_once)
+        longest = float(costs(work_list(lists, batch, heads, 132, heads_at_once)[:-1], lists).max())
         # Whoever is done takes the next, so no two thread blocks are further apart than one job.
         assert float(loads.max() - loads.min()) <= longest + 1e-6
     # With all heads at once, longest first: what is left over at the end is short.
@@ -441,13 +441,13 @@ def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int
 def test_heads_side_by_side() -> None:
     """Jobs come by groups of heads, longest first; but what would stick out at the end comes before all others."""
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
-    heads, side, blocks = 24, 4, 16
-    jobs = work_list(lists, 1, heads, blocks, side)[:-1]
+    heads, heads_at_once, blocks = 24, 4, 16
+    jobs = work_list(lists, 1, heads, blocks, heads_at_once)[:-1]
     cost = costs(jobs, lists)
     share = cost.sum() / blocks
-    group = torch.div(jobs[:, 2], side, rounding_mode="floor")
+    group = torch.div(jobs[:, 2], heads_at_once, rounding_mode="floor")
     # When the first of each group of heads starts, if whoever is done takes the next.
-    start = torch.stack([cost[group < number].sum() for number in range(heads // side)]) / blocks
+    start = torch.stack([cost[group < number].sum() for number in range(heads // heads_at_once)]) / blocks
     large = (cost > share / 8) & (start[group] + LATE * cost > share)
     assert 0 < int(large.sum()) < int((cost > share / 8).sum())
     group[large] = -1

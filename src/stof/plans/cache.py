@@ -37,8 +37,8 @@ class PlanCache:
     def get(self, key: Hashable, call: Hashable = None) -> Plan | None:
         """Return the plan with this key, which `of_call` then finds by `call` too."""
         with self._lock:
-            found = self._plans.get(key)
-            if found is None:
+            plan = self._plans.get(key)
+            if plan is None:
                 self._misses += 1
                 return None
             self._hits += 1
@@ -46,7 +46,7 @@ class PlanCache:
             if len(self._keys) >= _MOST_CALLS:
                 self._keys.clear()
             self._keys[call] = key
-            return found
+            return plan
 
     def of_call(self, call: Hashable) -> Plan | None:
         """Return the plan that was stored or found for an equal call, None if it was dropped."""

@@ -98,9 +98,9 @@ def make_sized_plan(
         # The sizes matter only to masks that must be asked whether they depend on them.
         sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
         key = (mask.key, q_len, kv_len, sizes, str(device), config)
-        found = plan_cache.get(key, call)
-        if found is not None:
-            return found
+        plan = plan_cache.get(key, call)
+        if plan is not None:
+            return plan
     refuse_capture(device)
     _check_values()
     check_lengths(q_len, kv_len)

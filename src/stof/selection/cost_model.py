@@ -371,7 +371,7 @@ def critical_load(
     slots = model.multiprocessors * occupancy(choice, call, model.shared_bytes)
     # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
     # group starts late, unless all programs start at once.
-    rounds = math.ceil(groups / (kernel.side or groups))
+    rounds = math.ceil(groups / (kernel.heads_at_once or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots

@@ -119,7 +119,9 @@ class Failures:
 
     @staticmethod
     def _key(choice: KernelChoice, call: CallSpec, device: torch.device) -> tuple[object, ...]:
-        kernel = choice.kernel and replace(choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), side=0)
+        kernel = choice.kernel and replace(
+            choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), heads_at_once=0
+        )
         options = (call.has_bias, call.bias_itemsize, call.has_softcap, call.has_sinks, call.has_dropout)
         return (str(device), choice.implementation, choice.layout, kernel, call.dtype, call.head_dim, options)
 

@@ -106,9 +106,9 @@ def slash_tiles(
         chunk = tl.where(is_some, number, number - some_tiles)
         count = tl.where(is_some, n_some, n_full)
         rank = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-        kind = tl.where(is_some, SOME, FULL)
+        table = tl.where(is_some, SOME, FULL)
         place = _place_of(
-            tables_ptr + kind * (words + 1), tables_ptr + (kind + 2) * (words + 1), tl.minimum(rank, count - 1),
+            tables_ptr + table * (words + 1), tables_ptr + (table + 2) * (words + 1), tl.minimum(rank, count - 1),
             words, steps,
         )  # fmt: skip
         d = place - SLASH_BASE

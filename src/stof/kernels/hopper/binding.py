@@ -77,11 +77,11 @@ class DeviceWork:
     width: int
 
     @staticmethod
-    def of(lists: TileLists, q: Tensor, side: int, blocks: int, width: int) -> DeviceWork:
-        """The work of the queries `q [B, H, Sq, D]` for so many thread blocks; `side` as in `KernelConfig`."""
+    def of(lists: TileLists, q: Tensor, heads_at_once: int, blocks: int, width: int) -> DeviceWork:
+        """The work of the queries `q [B, H, Sq, D]` for so many thread blocks; `heads_at_once` as in `KernelConfig`."""
         batch, heads = q.shape[:2]
         pairs = batch * heads
-        work = work_list(lists, batch, heads, blocks, min(side or pairs, pairs))
+        work = work_list(lists, batch, heads, blocks, min(heads_at_once or pairs, pairs))
         slots = 0 if lists.paired else chunk_slots(work)
         count = len(work) - 1
         return DeviceWork(work.to(q.device), count, count > blocks, slots * (lists.block_m // ROWS), width)

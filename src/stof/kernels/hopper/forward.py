@@ -37,7 +37,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
             256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
-        prepared: tile lists, and stages and side of their configuration.
+        prepared: tile lists, and stages and `heads_at_once` of their configuration.
         options: its bias is None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with
             contiguous tiles and rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
 
@@ -88,7 +88,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     groups = lists.block_m // ROWS
     processors = multiprocessors(device)
     blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
-    work = DeviceWork.of(lists, q, config.side, blocks, width)
+    work = DeviceWork.of(lists, q, config.heads_at_once, blocks, width)
     has_score_mod = softcap > 0 or scale <= 0 or bias is not None
     if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
@@ -123,7 +123,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
          lists.row_order if permuted else work.work_list),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if compacted is None else compacted.like.shape[1]),
-         *_own(bias),
+         *_bias_dims(bias),
          float(scale if has_score_mod else scale * math.log2(math.e)), float(softcap)),
         (compiled_config, supports_pdl(device)),
         num_warps=4,
@@ -173,14 +173,14 @@ class _CompactedColumns:
 
         batch, kv_heads, _, head_dim = k.shape
         mask_batch, mask_heads, count = lists.compacted_keys.shape
-        own = heads if mask_heads > 1 else kv_heads
-        self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
+        owners = heads if mask_heads > 1 else kv_heads
+        self.like = torch.empty(batch, owners, count, head_dim, dtype=k.dtype, device="meta")
         self._gather = Launch(
             gather_columns,
-            batch * own * (count // _KEYS_PER_PROGRAM),
+            batch * owners * (count // _KEYS_PER_PROGRAM),
             (lists.compacted_keys,),
             (
-                own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
+                owners, owners // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],
             ),
             (_KEYS_PER_PROGRAM, 2 ** (head_dim - 1).bit_length(), supports_pdl(k.device)),
@@ -213,7 +213,7 @@ def _refresh_launch(work: Tensor, lists: TileLists) -> Launch:
     )
 
 
-def _own(bias: Tensor | None) -> tuple[int, int]:
+def _bias_dims(bias: Tensor | None) -> tuple[int, int]:
     """Whether batch entries, and heads, have a bias of their own: 0 or 1 each."""
     if bias is None:
         return 0, 0

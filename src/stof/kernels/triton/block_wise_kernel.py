@@ -97,8 +97,8 @@ def _step(
         if HAS_BIAS:
             if BIAS_VECTORS:
                 # Whole vectors: also columns that no row sees, whose scores are dropped.
-                whole = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
-                bias_at = tl.max_contiguous(tl.multiple_of(whole, VECTOR), VECTOR)
+                vector_columns = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
+                bias_at = tl.max_contiguous(tl.multiple_of(vector_columns, VECTOR), VECTOR)
             else:
                 bias_at = at * stride_bk
             bias = tl.load(bias_row_ptr[:, None] + bias_at[None, :], mask=row_ok[:, None], other=0.0)
@@ -205,10 +205,10 @@ def _rows(
 
 @triton.jit
 @no_type_check
-def _place(tile, own, to_shared, SHARED: tl.constexpr):
+def _place(tile, first_own, to_shared, SHARED: tl.constexpr):
     """Where a tile lies in its list: those before an item's own are shared ones."""
     if SHARED:
-        tile += tl.where(tile < own, to_shared, 0)
+        tile += tl.where(tile < first_own, to_shared, 0)
     return tile
 
 
@@ -260,7 +260,7 @@ def block_wise_kernel(
     head_dim,
     value_dim,
     items,
-    side,  # neighbouring groups that run the same item at the same time, for the L2 cache
+    heads_at_once,  # neighbouring groups that run the same item at the same time, for the L2 cache
     chunks,
     splits,
     scale,  # times log2(e) unless HAS_SCORE_MOD
@@ -303,9 +303,9 @@ def block_wise_kernel(
     head_dim = head_dim * UNIT
     value_dim = value_dim * UNIT
     program = tl.program_id(0)
-    batch_of_groups = items * side
-    item = (program % batch_of_groups) // side
-    group = (program // batch_of_groups) * side + program % side
+    batch_of_groups = items * heads_at_once
+    item = (program % batch_of_groups) // heads_at_once
+    group = (program // batch_of_groups) * heads_at_once + program % heads_at_once
     if group >= groups:
         return
     b = group // groups_per_batch

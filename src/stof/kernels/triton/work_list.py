@@ -178,9 +178,11 @@ def only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     one is of the same bias vector where there is any.
     """
     first = live.int().argmax(1, keepdim=True)
-    others = columns.gather(1, first)
+    kept_column = columns.gather(1, first)
     kept, near = live.unflatten(1, (-1, BIAS_VECTOR)), columns.unflatten(1, (-1, BIAS_VECTOR))
-    near = torch.where(kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), others[..., None])
+    near = torch.where(
+        kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), kept_column[..., None]
+    )
     # clamp: a tile that keeps nothing, which no builder makes but a file may hold
     return torch.where(live, columns, near.expand_as(kept).flatten(1)).clamp(min=0)
 

@@ -34,7 +34,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     Args:
         q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
             cannot read (strides that are no multiples of 16, rows that are not contiguous).
-        prepared: tile lists, and stages and side of their configuration.
+        prepared: tile lists, and stages and `heads_at_once` of their configuration.
         options: without a bias; its scales may have any strides.
 
     Returns (the call):
@@ -66,7 +66,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     out_window = Window.over(out, ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    work = DeviceWork.of(lists, q, config.side, blocks, _WIDTH)
+    work = DeviceWork.of(lists, q, config.heads_at_once, blocks, _WIDTH)
     has_score_mod = softcap > 0 or scale <= 0
     compiled_config = ForwardConfig(
         groups=groups,
@@ -139,8 +139,8 @@ class _TransposedV:
         self.compacted: tuple[Tensor, Tensor] | None = None
         if count:
             self.compacted = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
-            own = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
-            sizes = (self.owners, self.owners // kv_heads, *own, count)
+            mask_strides = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
+            sizes = (self.owners, self.owners // kv_heads, *mask_strides, count)
             self._transpose_compacted = _launch(k, v, scales, self.compacted[1], sizes, lists.compacted_keys, True)
 
     def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
