@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.dropout_mask import kept_weights, load_seed
-from stof.kernels.triton.online_softmax import LOWEST, bounded
 from stof.kernels.triton.packed_integers import asks_for_nan, nan_row_block
+from stof.kernels.triton.running_maximum import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.kernels.triton.work_list import BIAS_VECTOR, WORK_ITEM

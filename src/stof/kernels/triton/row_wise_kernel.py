@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.online_softmax import LOWEST, bounded
+from stof.kernels.triton.running_maximum import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
