@@ -194,7 +194,7 @@ def attention(
         UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
             under a mask function that reads what may change. Second derivatives raise it in the backward pass.
     """
-    own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
+    scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
         break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
         return torch.compiler.disable(attention)(
@@ -202,10 +202,10 @@ def attention(
             dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
+    plain = not compiling and is_plain(q, k, v, bias, sinks, *scale_tuple)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     # Nor a seed, which each call with dropout draws.
-    keyed = plain and (scales is None or len(own) > 0) and dropout_p == 0.0
+    keyed = plain and (scales is None or len(scale_tuple) > 0) and dropout_p == 0.0
     stored: Plan | None = None
     if keyed and isinstance(mask_or_plan, Plan):
         stored = mask_or_plan
@@ -213,25 +213,25 @@ def attention(
         stored = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
     # Autocast would make other arguments of these.
     if stored is not None and not torch.is_autocast_enabled(stored.device.type):
-        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
+        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *scale_tuple)
         if ready is not None:
             try:
-                found = ready(q, k, v, bias, sinks, *own)
-                return found if return_lse else found[0]
+                results = ready(q, k, v, bias, sinks, *scale_tuple)
+                return results if return_lse else results[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
     if not plain and not compiling:
-        refuse_contexts(q, k, v, bias, sinks, *own)
+        refuse_contexts(q, k, v, bias, sinks, *scale_tuple)
         register_flops()
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])
     cap = check_softcap(softcap)
-    own = check_scales(scales, q, k)
+    scale_tuple = check_scales(scales, q, k)
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
     if dropout_p:
-        refuse_dropout(mask_or_plan, own)
+        refuse_dropout(mask_or_plan, scale_tuple)
         seed = draw_seed(q.device)
     arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
@@ -239,10 +239,10 @@ def attention(
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
         differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *own)
+            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *scale_tuple)
         )
         if differentiated:
-            refuse_gradients(mask_or_plan, own)
+            refuse_gradients(mask_or_plan, scale_tuple)
             if not compiling and not is_empty(q, k) and type(q) in _REAL:
                 # The backward pass is under the mask of this call, whatever changes meanwhile.
                 mask_or_plan = plan_of(mask_or_plan, q, k)
@@ -251,7 +251,7 @@ def attention(
             raise UnsupportedError(_CHANGES, {})
         constant = is_constant(handle)
         if seed is None:
-            rest: tuple[Any, ...] = own or (None, None, None)
+            rest: tuple[Any, ...] = scale_tuple or (None, None, None)
             operator = masked_attention_op if constant else varying_attention_op
         else:
             rest = (dropout_p, seed)
@@ -262,7 +262,7 @@ def attention(
     elif is_empty(q, k):
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
-        options = Options(factor, cap, bias, sinks, own, dropout_p, seed)
+        options = Options(factor, cap, bias, sinks, scale_tuple, dropout_p, seed)
         plan_of_call = plan_of(mask_or_plan, q, k)
         out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
     return (out, lse) if return_lse else out
@@ -288,22 +288,22 @@ def explain(
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
-    found = plan_of(mask_or_plan, q, k)
+    plan = plan_of(mask_or_plan, q, k)
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
-    call = call_spec(found, q, k, v, options)
-    return Explanation(found.candidates(call), found.better_token_order(call))
+    call = call_spec(plan, q, k, v, options)
+    return Explanation(plan.candidates(call), plan.better_token_order(call))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, inputs take its dtype, as for PyTorch's own attention; any float64 among them stays."""
     if not isinstance(q, Tensor):
         return q, k, v
-    kind = q.device.type
+    device_type = q.device.type
     # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
-    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(kind):
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
         return q, k, v
     castable = (torch.float16, torch.bfloat16, torch.float32)
-    if not torch.is_autocast_enabled(kind) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
+    if not torch.is_autocast_enabled(device_type) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
         return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -120,7 +120,7 @@ def kernel_configs(draw: st.DrawFn, rows: int) -> KernelConfig:
         num_warps=draw(st.sampled_from([4, 8] if ON_GPU and rows != 64 else [4])),
         num_stages=2,
         split_tiles=draw(st.sampled_from([0, 0, 1, 2])),
-        heads_at_once=draw(st.sampled_from([0, 1, 2, 100])),
+        side=draw(st.sampled_from([0, 1, 2, 100])),
     )
 
 

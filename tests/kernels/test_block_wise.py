@@ -94,7 +94,7 @@ def kernel_configs(draw: st.DrawFn) -> KernelConfig:
         num_stages=draw(st.integers(2, 3)),
         pack=draw(st.booleans()),
         split_tiles=draw(st.sampled_from([0, 1, 2, 3])),
-        heads_at_once=draw(st.sampled_from([0, 1, 2, 3, 100])),
+        side=draw(st.sampled_from([0, 1, 2, 3, 100])),
     )
 
 
@@ -192,8 +192,8 @@ def test_several_patterns(slab: int | None) -> None:
     inputs = make_inputs(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=200, head_dim=16)
     layout = layout_of(keep, 40, 200, LayoutConfig(16, 32, slab), 2, 4)
     assert layout.patterns == 7
-    for split, heads_at_once in ((0, 0), (0, 3), (2, 0), (2, 3)):
-        check(inputs.qkv, layout, KernelConfig(split_tiles=split, heads_at_once=heads_at_once), keep)
+    for split, side in ((0, 0), (0, 3), (2, 0), (2, 3)):
+        check(inputs.qkv, layout, KernelConfig(split_tiles=split, side=side), keep)
     one_batch_entry = layout_of(keep[:1], 40, 200, LayoutConfig(16, 32, slab), 2, 4)
     check(inputs.qkv, one_batch_entry, KernelConfig(split_tiles=2), keep[:1])
     one_head = layout_of(keep[:, 1:2], 40, 200, LayoutConfig(8, 32, slab), 2, 4)
@@ -380,7 +380,7 @@ def test_what_is_computed_does_not_depend_on_how() -> None:
     inputs = make_inputs(heads=4, kv_heads=2, q_len=40, kv_len=120, head_dim=16, dtype=torch.float16)
     layout = layout_of(masks.longformer(9, 5), 40, 120, LayoutConfig(16, 16, 1))
     first = check(inputs.qkv, layout, KernelConfig(split_tiles=2))
-    for config in (KernelConfig(split_tiles=2, heads_at_once=3), KernelConfig(split_tiles=2, num_stages=2)):
+    for config in (KernelConfig(split_tiles=2, side=3), KernelConfig(split_tiles=2, num_stages=2)):
         assert equal(first, run(inputs.qkv, layout, config))
 
 

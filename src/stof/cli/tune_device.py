@@ -35,7 +35,7 @@ def tune_device(
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.cost_model import DEFAULT_DEVICE, load_model, model_to_dict
+    from stof.selection.device_model import DEFAULT_DEVICE, load_model, model_to_dict
 
     must_be_writable(output)
     if output is not None and output.resolve() in [file.resolve() for file in measurements or ()]:

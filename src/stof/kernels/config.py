@@ -18,8 +18,7 @@ class KernelConfig:
         max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
-        heads_at_once: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0
-            for all.
+        side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
         paired: two row blocks to a work tile, a warpgroup for each, and never split (the Hopper kernel alone).
         zero_unseen: read a copy of K and V with zeros for keys that no query sees (the Hopper kernel alone).
     """
@@ -29,7 +28,7 @@ class KernelConfig:
     max_registers: int = 0
     pack: bool = False
     split_tiles: int = 0
-    heads_at_once: int = 0
+    side: int = 0
     paired: bool = False
     zero_unseen: bool = False
 
@@ -44,7 +43,7 @@ class KernelConfig:
         parts += [f"{self.max_registers} registers"] * (self.max_registers > 0)
         parts += ["heads packed"] * self.pack
         parts += [f"split at {self.split_tiles} tiles"] * (self.split_tiles > 0)
-        parts += [f"{self.heads_at_once} heads side by side"] * (self.heads_at_once > 0)
+        parts += [f"{self.side} heads side by side"] * (self.side > 0)
         parts += ["row blocks in pairs"] * self.paired
         parts += ["unseen keys as zeros"] * self.zero_unseen
         return ", ".join(parts)

@@ -118,5 +118,5 @@ def gradients_of(plan: Plan) -> PlanGradients:
     """Return what a plan holds for backward passes."""
     if plan.gradients is None:
         plan.gradients = PlanGradients(plan)
-    found: PlanGradients = plan.gradients
-    return found
+    gradients: PlanGradients = plan.gradients
+    return gradients

@@ -16,7 +16,8 @@ from stof.layout.orders.search import GOOD_ENOUGH, WORTH
 from stof.layout.survey import Survey
 from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
-from stof.selection.cost_model import DeviceModel, estimate, load_model, widening_us
+from stof.selection.cost_model import estimate, widening_us
+from stof.selection.device_model import DeviceModel, load_model
 from stof.selection.gpu_candidates import (
     fits,
     geometries,
@@ -119,9 +120,7 @@ class Failures:
 
     @staticmethod
     def _key(choice: KernelChoice, call: CallSpec, device: torch.device) -> tuple[object, ...]:
-        kernel = choice.kernel and replace(
-            choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), heads_at_once=0
-        )
+        kernel = choice.kernel and replace(choice.kernel, split_tiles=min(1, choice.kernel.split_tiles), side=0)
         options = (call.has_bias, call.bias_itemsize, call.has_softcap, call.has_sinks, call.has_dropout)
         return (str(device), choice.implementation, choice.layout, kernel, call.dtype, call.head_dim, options)
 

@@ -78,7 +78,7 @@ class DeviceWork:
 
     @staticmethod
     def of(lists: TileLists, q: Tensor, heads_at_once: int, blocks: int, width: int) -> DeviceWork:
-        """The work of the queries `q [B, H, Sq, D]` for so many thread blocks; `heads_at_once` as in `KernelConfig`."""
+        """The work of queries `[B, H, Sq, D]` for so many thread blocks; `heads_at_once` is `KernelConfig.side`."""
         batch, heads = q.shape[:2]
         pairs = batch * heads
         work = work_list(lists, batch, heads, blocks, min(heads_at_once or pairs, pairs))

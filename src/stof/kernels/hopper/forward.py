@@ -37,7 +37,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
             256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
-        prepared: tile lists, and stages and `heads_at_once` of their configuration.
+        prepared: tile lists, and stages and `side` of their configuration.
         options: its bias is None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with
             contiguous tiles and rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
 
@@ -88,7 +88,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     groups = lists.block_m // ROWS
     processors = multiprocessors(device)
     blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
-    work = DeviceWork.of(lists, q, config.heads_at_once, blocks, width)
+    work = DeviceWork.of(lists, q, config.side, blocks, width)
     has_score_mod = softcap > 0 or scale <= 0 or bias is not None
     if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")

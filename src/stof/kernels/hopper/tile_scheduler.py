@@ -96,7 +96,7 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, heads_at_on
         lists: the mask's tile lists.
         batch, heads: sizes of the call.
         blocks: thread blocks that run at once.
-        heads_at_once: heads in a group whose K and V fit the L2 cache together (`KernelConfig.heads_at_once`).
+        heads_at_once: heads in a group whose K and V fit the L2 cache together (`KernelConfig.side`).
 
     Returns:
         int32 `[W + 1, WORK_SIZE]` on the CPU, fields as `WorkFields`; the last row is padding for prefetches.

@@ -89,7 +89,7 @@ def kernel_launch(
 
 def grid_of(tiles: BackwardTiles, config: KernelConfig, groups: int) -> tuple[int, int]:
     """`heads_at_once`, and how many programs there are."""
-    heads_at_once = min(config.heads_at_once or groups, groups)
+    heads_at_once = min(config.side or groups, groups)
     return heads_at_once, len(tiles.items) * -(-groups // heads_at_once) * heads_at_once
 
 

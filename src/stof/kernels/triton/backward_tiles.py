@@ -105,7 +105,7 @@ def prepare_backward(
     Args:
         layout: of the mask, rows are queries.
         transposed: of the transposed mask, rows are keys; its block sizes may be others.
-        dq_config, dkv_config: warps, stages, `split_tiles` and `heads_at_once` of the two kernels.
+        dq_config, dkv_config: warps, stages, `split_tiles` and `side` of the two kernels.
 
     Raises:
         UnfitLayoutError: the layouts are not of one mask's lengths and patterns, or have sizes that kernels lack.

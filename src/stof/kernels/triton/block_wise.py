@@ -55,7 +55,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     block_m = max(16, work.block_m * pack)
     block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
     items = work.items.shape[1]
-    heads_at_once = min(config.heads_at_once or groups, groups)
+    heads_at_once = min(config.side or groups, groups)
     has_score_mod = bias is not None or softcap > 0 or scale <= 0
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:

@@ -34,7 +34,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     Args:
         q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
             cannot read (strides that are no multiples of 16, rows that are not contiguous).
-        prepared: tile lists, and stages and `heads_at_once` of their configuration.
+        prepared: tile lists, and stages and `side` of their configuration.
         options: without a bias; its scales may have any strides.
 
     Returns (the call):
@@ -66,7 +66,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     out_window = Window.over(out, ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    work = DeviceWork.of(lists, q, config.heads_at_once, blocks, _WIDTH)
+    work = DeviceWork.of(lists, q, config.side, blocks, _WIDTH)
     has_score_mod = softcap > 0 or scale <= 0
     compiled_config = ForwardConfig(
         groups=groups,
