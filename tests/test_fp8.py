@@ -16,7 +16,7 @@ from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8, Scales
 from stof.operators import masked_attention_op
 from stof.selection import IMPLEMENTATIONS, Candidate, KernelChoice, candidates, choose, failures
-from stof.selection.cost_model import load_model
+from stof.selection.device_model import load_model
 from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention
 from stof.testing.inputs import spread
 from stof.testing.mask_grid import grid_mask

@@ -22,7 +22,7 @@ from stof.calibration.layout_alternatives import Alternative, estimated, measure
 from stof.calibration.measure import call_of
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.masks import Mask
-from stof.selection.cost_model import load_model
+from stof.selection.device_model import load_model
 from stof.selection.resources import occupancy
 from stof.testing.mask_grid import GRID, GridMask, Shape
 

@@ -191,12 +191,14 @@ def attention(
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
-            if not compiling and not is_empty(q, k) and has_values(q):
-                options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
-                mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
-        handle = handle_of(mask_or_plan, q, k, compiling)
+        UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
+        UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
+        UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
+            in a `fullgraph` under any dynamic plan or a mask that reads what may change.
+        UnsupportedError, PlanMismatchError: in the backward pass: for second derivatives; if a dynamic plan was updated
+            after the call.
     """
-    own: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
+    scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     dynamo = torch.compiler.is_dynamo_compiling()
     if dynamo and not is_exporting() and (reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks))):
         break_graph(reason)
@@ -205,10 +207,10 @@ def attention(
             dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
     compiling = dynamo or (torch.compiler.is_compiling() and is_traced(q))
-    plain = not compiling and is_plain(q, k, v, bias, sinks, *own)
+    plain = not compiling and is_plain(q, k, v, bias, sinks, *scale_tuple)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     # Nor a seed, which each call with dropout draws.
-    keyed = plain and (scales is None or len(own) > 0) and dropout_p == 0.0
+    keyed = plain and (scales is None or len(scale_tuple) > 0) and dropout_p == 0.0
     stored: Plan | None = None
     if keyed and isinstance(mask_or_plan, Plan):
         stored = mask_or_plan
@@ -216,11 +218,11 @@ def attention(
         stored = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
     # Autocast would make other arguments of these.
     if stored is not None and not torch.is_autocast_enabled(stored.device.type):
-        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *own)
+        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *scale_tuple)
         if ready is not None:
             try:
-                found = ready(q, k, v, bias, sinks, *own)
-                return found if return_lse else found[0]
+                results = ready(q, k, v, bias, sinks, *scale_tuple)
+                return results if return_lse else results[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
     if is_dtensor(mask_or_plan) or (not plain and any(map(is_dtensor, (q, k, v, bias, sinks)))):
@@ -229,26 +231,26 @@ def attention(
             implementation=implementation,
         )  # fmt: skip
     if not plain and not compiling:
-        refuse_contexts(q, k, v, bias, sinks, *own)
+        refuse_contexts(q, k, v, bias, sinks, *scale_tuple)
         register_flops()
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     factor = check_scale(scale, q.shape[-1])
     cap = check_softcap(softcap)
-    own = check_scales(scales, q, k)
+    scale_tuple = check_scales(scales, q, k)
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
     if dropout_p:
-        refuse_dropout(own)
+        refuse_dropout(scale_tuple)
         seed = draw_seed(q.device)
     arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
-        differentiated = _is_differentiated((q, k, v, bias, sinks, *own))
+        differentiated = _is_differentiated((q, k, v, bias, sinks, *scale_tuple))
         if differentiated:
-            refuse_gradients(mask_or_plan, own)
+            refuse_gradients(mask_or_plan, scale_tuple)
             if not compiling and not is_empty(q, k) and has_values(q):
                 options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
                 mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
@@ -257,7 +259,7 @@ def attention(
             raise UnsupportedError(_CHANGES, {})
         constant = is_constant(handle, compiling)
         if seed is None:
-            rest: tuple[Any, ...] = own or (None, None, None)
+            rest: tuple[Any, ...] = scale_tuple or (None, None, None)
             operator = masked_attention_op if constant else varying_attention_op
         else:
             rest = (dropout_p, seed)
@@ -268,7 +270,7 @@ def attention(
     elif is_empty(q, k):
         out, lse = run_empty(q, k, v, mask_or_plan, implementation)
     else:
-        options = Options(factor, cap, bias, sinks, own, dropout_p, seed)
+        options = Options(factor, cap, bias, sinks, scale_tuple, dropout_p, seed)
         plan_of_call = plan_of(mask_or_plan, q, k)
         out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
     return (out, lse) if return_lse else out
@@ -309,10 +311,10 @@ def explain(
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
-    found = plan_of(mask_or_plan, q, k)
+    plan = plan_of(mask_or_plan, q, k)
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
-    call = call_spec(found, q, k, v, options)
-    return Explanation(found.candidates(call), found.better_token_order(call))
+    call = call_spec(plan, q, k, v, options)
+    return Explanation(plan.candidates(call), plan.better_token_order(call))
 
 
 def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:
@@ -335,12 +337,12 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, inputs take its dtype, as for PyTorch's own attention; any float64 among them stays."""
     if not isinstance(q, Tensor):
         return q, k, v
-    kind = q.device.type
+    device_type = q.device.type
     # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
-    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(kind):
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
         return q, k, v
     castable = (torch.float16, torch.bfloat16, torch.float32)
-    if not torch.is_autocast_enabled(kind) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
+    if not torch.is_autocast_enabled(device_type) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
         return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -52,10 +52,10 @@ def run_call(
         implementation: a name; None or "" for the fastest.
         arguments: those of `call_key`, as the user gave them.
     """
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    device_type = q.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         # `attention` has cast the inputs. Inside an implementation autocast would mix dtypes and round sums.
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             return run_call(q, k, v, plan, options, implementation, arguments)
     bias, sinks, scales = options.bias, options.sinks, options.scales
     stored = plan.find_call(*arguments)
@@ -217,9 +217,9 @@ def run_backward(
     Raises:
         UnsupportedError: no implementation can compute them.
     """
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
+    device_type = q.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
             return run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, needs)
     plan.wait_for_update()
     gradients = gradients_of(plan)

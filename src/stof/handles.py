@@ -69,7 +69,7 @@ class Intersection(NamedTuple):
                 named = True
         return _SEPARATOR.join(texts)
 
-    def made(self) -> Mask:
+    def as_mask(self) -> Mask:
         """The intersection as a mask."""
         return functools.reduce(operator.and_, self.masks)
 
@@ -82,17 +82,17 @@ def is_full(mask: Mask | Intersection) -> bool:
     return not isinstance(mask, Intersection) and not mask.number and mask == FULL
 
 
-def intersection(own: Mask | Intersection, other: Mask) -> Mask | Intersection:
+def intersection(mask: Mask | Intersection, other: Mask) -> Mask | Intersection:
     """`own & other`, without `masks.full()`; in code that is being compiled, an `Intersection` if one has a number."""
     if is_full(other):
-        return own
-    if is_full(own):
+        return mask
+    if is_full(mask):
         return other
-    if isinstance(own, Intersection):
-        return Intersection((*own.masks, other))
-    if (own.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
-        return Intersection((own, other))
-    return own & other
+    if isinstance(mask, Intersection):
+        return Intersection((*mask.masks, other))
+    if (mask.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
+        return Intersection((mask, other))
+    return mask & other
 
 
 def _numbered(number: int, handle: str) -> Mask:
@@ -103,9 +103,9 @@ def _numbered(number: int, handle: str) -> Mask:
     intersected = _INTERSECTIONS.get((number, handle))
     if intersected is None:
         texts = handle.split(_SEPARATOR)[1:]
-        made = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).made()
-        # Where an equal mask lives already, such as a plan's, that one: `made` is freed with this call, and its entry.
-        intersected = _INTERSECTIONS[number, handle] = mask_by_number(made.number)
+        equal = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).as_mask()
+        # Where an equal mask lives already, such as a plan's, that one: `equal` is freed with this call, and its entry.
+        intersected = _INTERSECTIONS[number, handle] = mask_by_number(equal.number)
     return intersected
 
 
@@ -123,12 +123,12 @@ def _named(text: str) -> Mask:
     return mask_by_number(int(text[1:])) if text.startswith("#") else mask_by_key(text)
 
 
-def mask_of(given: Any) -> Mask:
+def mask_of(mask: Any) -> Mask:
     """The mask of an argument.
 
     Eager calls get an `Intersection` as well: `torch.compiler.is_compiling()` is true while another thread compiles.
     """
-    return given.made() if isinstance(given, Intersection) else as_mask(given)
+    return mask.as_mask() if isinstance(mask, Intersection) else as_mask(mask)
 
 
 class Handle(NamedTuple):
@@ -174,10 +174,10 @@ def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor, traced: bool) -> Handle:
             return Handle(mask.key)
         return Handle(NUMBERED, mask.number, None, mask.may_change, None if traced else mask)
     # A number means nothing to the process that loads the program, which takes named patterns and tensors.
-    found = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
-    if isinstance(found, DenseMask):
-        return Handle(TENSOR, 0, found.keep)
-    return Handle("<a plan that was read from a file or moved>" if found is None else found.key)
+    named_mask = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
+    if isinstance(named_mask, DenseMask):
+        return Handle(TENSOR, 0, named_mask.keep)
+    return Handle("<a plan that was read from a file or moved>" if named_mask is None else named_mask.key)
 
 
 def is_constant(handle: Handle, traced: bool) -> bool:

@@ -99,9 +99,9 @@ def _attend(
     return run_call(q, k, v, plan_of(mask_or_plan, q, k), options, implementation, arguments)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *options: Any) -> tuple[Tensor, Tensor]:
     """Return uninitialised results, for compilers and exporters."""
-    del k, others
+    del k, options
     # Raised here and not in `attention`, which chooses the key: Dynamo traces that function and would lose the message.
     if "<" in mask and mask not in (PLAN, TENSOR) and not mask.startswith(NUMBERED):
         raise UnsupportedError(
@@ -291,10 +291,10 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _operator(name: str, function: Any, fake: Any, tags: tuple[torch.Tag, ...]) -> Any:
-    made = torch.library.custom_op(f"stof::{name}", function, mutates_args=(), tags=tags)
-    made.register_fake(fake)
-    made.register_vmap(_no_vmap)
-    return made
+    operator = torch.library.custom_op(f"stof::{name}", function, mutates_args=(), tags=tags)
+    operator.register_fake(fake)
+    operator.register_vmap(_no_vmap)
+    return operator
 
 
 def _operators(name: str, *tags: torch.Tag, dropout: bool = False) -> tuple[Any, Any]:

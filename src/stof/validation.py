@@ -178,12 +178,12 @@ def check_scales(scales: object, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     if q.dtype != FP8:
         raise DtypeError(f"scales belong to float8_e4m3fn q, k and v, got {q.dtype}; leave scales out")
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
-        given = f"{len(scales)} of them" if isinstance(scales, (tuple, list)) else type(scales).__name__
-        raise ArgumentError(f"scales is (q_scale, k_scale, v_scale), got {given}")
+        got = f"{len(scales)} of them" if isinstance(scales, (tuple, list)) else type(scales).__name__
+        raise ArgumentError(f"scales is (q_scale, k_scale, v_scale), got {got}")
     for name, scale, heads in zip(("q", "k", "v"), scales, (q.shape[1], k.shape[1], k.shape[1]), strict=True):
         if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-            kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
-            raise DtypeError(f"the scale of {name} is a float32 tensor, got {kind}")
+            dtype = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+            raise DtypeError(f"the scale of {name} is a float32 tensor, got {dtype}")
         if scale.ndim != 2 or scale.shape[0] not in (1, q.shape[0]) or scale.shape[1] != heads:
             raise ShapeError(
                 f"the scale of {name} is [1 or {q.shape[0]}, {heads}], one for each head, got {list(scale.shape)}"
@@ -242,7 +242,7 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
     full = (q.shape[0], q.shape[1], q.shape[2], kv_len)
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
     # Spelled out, not `own not in (1, size)`: compilers compare symbolic sizes with ==, not in tuples.
-    if bias.ndim > 4 or any(own != 1 and own != size for own, size in zip(shape, full, strict=True)):
+    if bias.ndim > 4 or any(broadcast != 1 and broadcast != size for broadcast, size in zip(shape, full, strict=True)):
         raise ShapeError(f"bias broadcasts to [B, H, Sq, Skv] = {list(full)}, got {list(bias.shape)}")
     return with_four_dims(bias)
 

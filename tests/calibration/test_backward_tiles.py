@@ -15,7 +15,7 @@ from stof.calibration.measure import call_of
 from stof.cli.main import app
 from stof.errors import ArgumentError
 from stof.selection.backward_tilings import BackwardTile, tiles_of
-from stof.selection.cost_model import DEFAULT_DEVICE, BackwardTimes, load_model, model_from_dict, model_to_dict
+from stof.selection.device_model import DEFAULT_DEVICE, BackwardTimes, load_model, model_from_dict, model_to_dict
 from tests.interpreter import IN_INTERPRETER
 
 BASE = load_model(DEFAULT_DEVICE)

@@ -11,7 +11,7 @@ from stof.calibration.layout_alternatives import estimated, estimated_reordered,
 from stof.errors import KernelError
 from stof.layout import build_layout, statistics
 from stof.layout.orders.search import CLUSTERED
-from stof.selection.cost_model import load_model
+from stof.selection.device_model import load_model
 from stof.testing.mask_grid import Shape
 
 CPU = torch.device("cpu")

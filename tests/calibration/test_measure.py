@@ -16,7 +16,8 @@ from stof.cli.tune_device import tune_device
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import survey
 from stof.selection import KernelChoice
-from stof.selection.cost_model import DeviceModel, KernelTimes, estimate, kernel_key
+from stof.selection.cost_model import estimate
+from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
 from stof.testing.attention_check import AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 

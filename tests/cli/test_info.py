@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from stof.cli import info
 from stof.cli.main import app
 from stof.selection import IMPLEMENTATIONS, CallSpec, Capabilities, Implementation
-from stof.selection.cost_model import load_model
+from stof.selection.device_model import load_model
 
 ROOT = Path(__file__).parents[2]
 

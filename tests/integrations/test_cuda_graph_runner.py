@@ -142,7 +142,8 @@ def test_a_replay_begun_for_other_weights_is_dropped() -> None:
 
 
 def test_modules_that_are_others_need_a_new_recording() -> None:
-    module = nn.Sequential(Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4, bias=False))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    module = nn.Sequential(Scaled(), layers, nn.Linear(4, 4, bias=False), nn.Sequential())
     calls, recorder = whole(module.eval())
     x = torch.randn(3, 4)
     with torch.no_grad():
@@ -152,6 +153,7 @@ def test_modules_that_are_others_need_a_new_recording() -> None:
             lambda: setattr(module[2], "bias", nn.Parameter(torch.randn(4))),
             lambda: module[1].append(nn.Tanh()),
             lambda: module[1].pop(1),
+            lambda: module[3].append(nn.Tanh()),  # which held nothing
             lambda: module.insert(0, nn.Linear(4, 4)),
             lambda: module.append(nn.Dropout(0.0).eval()),
             lambda: module[-1].train(),

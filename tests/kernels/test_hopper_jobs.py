@@ -17,9 +17,10 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
-from stof.kernels.hopper.tile_lists import COMPACTED, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_lists import TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import LATE, WORK, WORK_SIZE, chunk_slots, work_costs, work_list
 from stof.kernels.implementation import tensors_of
+from stof.kernels.packed_integers import compacted_position, run_column
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -59,7 +60,7 @@ def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
         assert lists.slab == lists.block_n
         compacted = lists.compacted_keys.expand(*lists.pattern_of.shape, -1)[b, h].long()
         compacted = torch.where(compacted < 0, lists.kv_len, compacted)
-        place = records - COMPACTED + torch.arange(lists.block_n)
+        place = compacted_position(records) + torch.arange(lists.block_n)
         return torch.where(
             place < 0, records + torch.arange(lists.block_n), compacted[place.clamp(0, len(compacted) - 1)]
         )
@@ -70,9 +71,9 @@ def columns_of(lists: TileLists, b: int = 0, h: int = 0) -> Tensor:
     slabs = lists.block_n // lists.slab
     assert records.shape[1] == slabs
     for start in range(0, slabs, RUN // lists.slab):
-        # Half a tile: one copy from `-1 - first`, or a copy of each slab.
+        # Half a tile: one copy of a run, or a copy of each slab.
         first, place = records[:, start], start * lists.slab
-        run = (-1 - first)[:, None] + torch.arange(RUN)
+        run = run_column(first)[:, None] + torch.arange(RUN)
         each = (records[:, start : start + RUN // lists.slab, None] + torch.arange(lists.slab)).flatten(1)
         out[:, place : place + RUN] = torch.where(first[:, None] < 0, run, each)
     assert bool((out >= 0).all())
@@ -345,9 +346,9 @@ def joined(jobs: Tensor, lists: TileLists, slots: int) -> list[list[int]]:
     return whole
 
 
-def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
+def check_jobs(lists: TileLists, batch: int, heads: int, blocks: int, heads_at_once: int) -> Tensor:
     """Every item of every batch entry and head once; returns when thread blocks are done, in full tiles."""
-    padded = work_list(lists, batch, heads, blocks, side)
+    padded = work_list(lists, batch, heads, blocks, heads_at_once)
     assert padded.dtype == torch.int32
     check_lines(padded, lists)
     jobs = padded[:-1, : WORK.columns]
@@ -411,9 +412,9 @@ def test_jobs_are_made_on_the_host(paired: bool) -> None:
 @pytest.mark.parametrize("name", GRID)
 def test_jobs_of_grid_masks(name: str, split_tiles: int, tile: tuple[int, int]) -> None:
     lists = make_tile_lists(grid_layout(name, 2048, None, tile), split_tiles)
-    for batch, heads, side in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
-        loads = check_jobs(lists, batch, heads, 132, side)
-        longest = float(costs(work_list(lists, batch, heads, 132, side)[:-1], lists).max())
+    for batch, heads, heads_at_once in ((1, 1, 1), (2, 12, 1), (2, 12, 4), (3, 16, 48)):
+        loads = check_jobs(lists, batch, heads, 132, heads_at_once)
+        longest = float(costs(work_list(lists, batch, heads, 132, heads_at_once)[:-1], lists).max())
         # Whoever is done takes the next, so no two thread blocks are further apart than one job.
         assert float(loads.max() - loads.min()) <= longest + 1e-6
     # With all heads at once, longest first: what is left over at the end is short.
@@ -440,13 +441,13 @@ def test_jobs_of_random_masks(data: st.DataObject, split_tiles: int, blocks: int
 def test_heads_side_by_side() -> None:
     """Jobs come by groups of heads, longest first; but what would stick out at the end comes before all others."""
     lists = make_tile_lists(grid_layout("longformer", 2048, None))
-    heads, side, blocks = 24, 4, 16
-    jobs = work_list(lists, 1, heads, blocks, side)[:-1]
+    heads, heads_at_once, blocks = 24, 4, 16
+    jobs = work_list(lists, 1, heads, blocks, heads_at_once)[:-1]
     cost = costs(jobs, lists)
     share = cost.sum() / blocks
-    group = torch.div(jobs[:, 2], side, rounding_mode="floor")
+    group = torch.div(jobs[:, 2], heads_at_once, rounding_mode="floor")
     # When the first of each group of heads starts, if whoever is done takes the next.
-    start = torch.stack([cost[group < number].sum() for number in range(heads // side)]) / blocks
+    start = torch.stack([cost[group < number].sum() for number in range(heads // heads_at_once)]) / blocks
     large = (cost > share / 8) & (start[group] + LATE * cost > share)
     assert 0 < int(large.sum()) < int((cost > share / 8).sum())
     group[large] = -1

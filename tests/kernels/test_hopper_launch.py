@@ -17,9 +17,9 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
-from stof.kernels.hopper.tile_lists import COMPACTED
 from stof.kernels.hopper.tile_scheduler import WORK, work_list
 from stof.kernels.implementation import Options, attend_once
+from stof.kernels.packed_integers import compacted_position, is_compacted, run_column
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.runtime.launch import Launch, TensorMap, _descriptors
@@ -232,8 +232,8 @@ def _copy(
 ) -> Tensor:  # fmt: skip
     if a.SLAB == a.BLOCK_N:
         assert slab_desc is not None
-        if record[0] >= COMPACTED:
-            return box(slab_desc, [b, slab_h, record[0] - COMPACTED, 0])
+        if is_compacted(record[0]):
+            return box(slab_desc, [b, slab_h, compacted_position(record[0]), 0])
         return box(desc, [b, h, record[0], 0])
     if not a.SLAB:
         return box(desc, [b, h, record[0] // a.kv_step, record[0] % a.kv_step * stride])
@@ -241,7 +241,7 @@ def _copy(
     pieces = []
     for start in range(0, len(record), RUN // a.SLAB):
         columns = record[start : start + RUN // a.SLAB]
-        copies = [(desc, -1 - columns[0])] if columns[0] < 0 else [(slab_desc, column) for column in columns]
+        copies = [(desc, run_column(columns[0]))] if columns[0] < 0 else [(slab_desc, column) for column in columns]
         for source, first in copies:
             pieces.append(torch.cat([box(source, [b, h, first, chunk]) for chunk in range(0, a.D, 64)], 1))
     return torch.cat(pieces)
@@ -360,7 +360,7 @@ def test_jobs_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
         dealt += 1
         return work_list(*given)
 
-    monkeypatch.setattr("stof.kernels.hopper.forward.work_list", counted)
+    monkeypatch.setattr("stof.kernels.hopper.binding.work_list", counted)
     layout = build_layout(LONG, 200, 333, LayoutConfig(64, 64))
     prepared = IMPLEMENTATIONS["hopper"].prepare(layout, KernelConfig(4, 2))
     q, k, v = inputs()

@@ -13,9 +13,10 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.paired_tile_lists import MOST_SKIPPED, make_paired_lists
-from stof.kernels.hopper.tile_lists import SKIPPED_BIT, TileLists, make_tile_lists
+from stof.kernels.hopper.tile_lists import TileLists, make_tile_lists
 from stof.kernels.hopper.tile_scheduler import WORK, work_list
 from stof.kernels.implementation import tensors_of
+from stof.kernels.packed_integers import pair_bitmap_row, pair_skipped
 from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -30,7 +31,8 @@ def walk(tile_bitmap: Tensor, begin: int, end: int, left_out: int, member: int) 
     """The job's tiles that one of its warpgroups computes, in order, as the kernel finds them, and their bitmaps."""
     tiles, place = [], begin
     for own in range(begin, end - left_out):
-        gap, number = divmod(int(tile_bitmap[own, member]), 1 << SKIPPED_BIT)
+        entry = int(tile_bitmap[own, member])
+        gap, number = pair_skipped(entry), pair_bitmap_row(entry)
         # Nothing is left out before the first, which goes on with what the job before has left.
         assert gap <= MOST_SKIPPED * (own > begin)
         place += gap

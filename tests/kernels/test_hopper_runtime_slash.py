@@ -15,8 +15,9 @@ from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slas
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
-from stof.kernels.hopper.tile_lists import COMPACTED, TileLists
+from stof.kernels.hopper.tile_lists import TileLists
 from stof.kernels.implementation import Options, attend_once
+from stof.kernels.packed_integers import compacted_position, is_compacted
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE, VerticalSlash
@@ -70,8 +71,8 @@ def counted(lists: TileLists, seen: Tensor) -> Tensor:
             for tile in range(begin, end):
                 start = int(lists.tile_columns[tile])
                 columns = torch.arange(start, start + 64)
-                if start >= COMPACTED:
-                    columns = compacted[pattern, start - COMPACTED :][:64].long()
+                if is_compacted(start):
+                    columns = compacted[pattern, compacted_position(start) :][:64].long()
                 read = columns[(columns >= 0) & (columns < lists.kv_len)]
                 assert bool(seen[pattern, read].all()), "0 * NaN is NaN: what nobody sees may not be read"
                 keep = keep_of(lists.bitmaps[bitmap if tile == begin else int(lists.tile_bitmap[tile])], 64)

@@ -11,7 +11,7 @@ import torch
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.selection import CallSpec, MaskGeometry, select
-from stof.selection.cost_model import load_model
+from stof.selection.device_model import load_model
 
 GPU = torch.device("cuda", 0)
 H200_SHARED = 232_448

@@ -19,7 +19,7 @@ from stof.layout.orders.named import named_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, KernelChoice, candidates, choose, failures
-from stof.selection.cost_model import kernel_key
+from stof.selection.device_model import kernel_key
 from stof.selection.gpu_candidates import (
     _CHUNK_KEYS,
     _CHUNK_KEYS_OF_ONE,

@@ -17,18 +17,8 @@ from stof import LayoutConfig, masks
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection import KernelChoice, candidates
-from stof.selection.cost_model import (
-    DeviceModel,
-    KernelTimes,
-    critical_load,
-    estimate,
-    estimate_tiles,
-    kernel_key,
-    last_slot,
-    load_model,
-    model_from_dict,
-    model_to_dict,
-)
+from stof.selection.cost_model import critical_load, estimate, estimate_tiles, last_slot
+from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key, load_model, model_from_dict, model_to_dict
 from stof.selection.gpu_candidates import geometries, gpu_choices
 from stof.selection.resources import head_dim_class, occupancy, shared_memory
 from tests.examples import examples

@@ -29,7 +29,7 @@ from stof.plans.backward import gradients_of
 from stof.runtime.files import read_json, write_atomically
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.backward_tilings import SPLITS, BackwardTile, BackwardTiling, critical_load, head_groups, tiles_of
-from stof.selection.cost_model import BackwardTimes, DeviceModel
+from stof.selection.device_model import BackwardTimes, DeviceModel
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.timing import time_calls

@@ -25,7 +25,7 @@ from stof.selection import (
     candidates,
     default_config,
 )
-from stof.selection.cost_model import DEFAULT_DEVICE, load_model
+from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from stof.selection.select import NO_LAYOUT_ERRORS, LayoutErrors
 from stof.testing.attention_check import TOLERANCE, AttentionProblem, Expected
 from stof.testing.mask_grid import GridMask, Shape

@@ -18,16 +18,8 @@ from torch import Tensor
 from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
 from stof.selection import KernelChoice
-from stof.selection.cost_model import (
-    DeviceModel,
-    KernelTimes,
-    compaction_us,
-    critical_load,
-    estimate_tiles,
-    kernel_key,
-    longest_row_us,
-    row_wise_features,
-)
+from stof.selection.cost_model import compaction_us, critical_load, estimate_tiles, longest_row_us, row_wise_features
+from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
 from stof.selection.resources import occupancy
 from stof.testing.mask_grid import Shape
 

@@ -97,7 +97,7 @@ def _cpu() -> dict[str, Any]:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    from stof.selection.cost_model import load_model
+    from stof.selection.device_model import load_model
 
     if not torch.cuda.is_available():
         return []

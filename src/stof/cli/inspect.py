@@ -222,7 +222,7 @@ def _alternatives(
 
     import stof
     from stof.calibration.layout_alternatives import estimated, estimated_reordered, measured
-    from stof.selection.cost_model import load_model
+    from stof.selection.device_model import load_model
     from stof.tuning.machine import device_name
 
     mask = stof.masks.parse(text)

@@ -11,7 +11,7 @@ from stof.cli.common import must_be_writable, names, table_console
 if TYPE_CHECKING:
     from stof.calibration.backward_tiles import MeasuredTile
     from stof.calibration.measure import Measured
-    from stof.selection.cost_model import DeviceModel
+    from stof.selection.device_model import DeviceModel
 
 
 def tune_device(
@@ -36,7 +36,7 @@ def tune_device(
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.cost_model import model_to_dict
+    from stof.selection.device_model import model_to_dict
 
     must_be_writable(output)
     if output is not None and output.resolve() in [file.resolve() for file in measurements or ()]:
@@ -112,7 +112,7 @@ def tune_backward(
     from stof.calibration import backward_tiles
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
-    from stof.selection.cost_model import model_to_dict
+    from stof.selection.device_model import model_to_dict
 
     must_be_writable(output)
     console = Console(stderr=True)
@@ -153,7 +153,7 @@ def _present_model() -> DeviceModel:
 
     import torch
 
-    from stof.selection.cost_model import DEFAULT_DEVICE, load_model
+    from stof.selection.device_model import DEFAULT_DEVICE, load_model
 
     base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
     if not base.stands_in_for:

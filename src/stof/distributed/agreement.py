@@ -41,13 +41,13 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, object], error: StofErro
         if refused is not None:
             raise RankMismatchError(f"rank {rank} refused the call: {refused}")
     _, first = every[0]
-    for rank, (_, others) in enumerate(every):
-        different = [name for name in first if others.get(name) != first[name]]
+    for rank, (_, facts_there) in enumerate(every):
+        different = [name for name in first if facts_there.get(name) != first[name]]
         if different:
             name = different[0]
             raise RankMismatchError(
                 f"all ranks of a mesh make the same call, but {name} is {first[name]} on rank 0 and "
-                f"{others.get(name, 'missing')} on rank {rank}"
+                f"{facts_there.get(name, 'missing')} on rank {rank}"
             )
 
 

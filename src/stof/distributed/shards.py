@@ -241,8 +241,8 @@ def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """The device of this process in a mesh."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    device = torch.device(mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

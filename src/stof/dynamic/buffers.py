@@ -99,10 +99,10 @@ class WorkBuffers:
 
     def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Launches for tensors of some shapes and strides, made once."""
-        found = self.launches.get(key)
-        if found is None:
-            found = self.launches[key] = make()
-        return found
+        launches = self.launches.get(key)
+        if launches is None:
+            launches = self.launches[key] = make()
+        return launches
 
     def work_launches(self) -> tuple[Launch, ...]:
         """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
@@ -153,12 +153,12 @@ class WorkBuffers:
             UnfitLayoutError: it refuses.
         """
         key = (config, split_tiles)
-        found = self.hopper.get(key)
-        if found is None:
-            found = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
-            self.hopper[key] = found
-        self._use(key, found.fill, captured)
-        return found.lists
+        filled = self.hopper.get(key)
+        if filled is None:
+            filled = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
+            self.hopper[key] = filled
+        self._use(key, filled.fill, captured)
+        return filled.lists
 
     def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
         if key in self.filled or key in self.captured_fills:

@@ -20,6 +20,7 @@ from stof.kernels.triton.block_wise_kernel import (
     PARTIAL_END,
     ROW_BLOCK,
 )
+from stof.kernels.triton.packed_integers import nan_row_block
 
 # Flips a word: Triton's interpreter knows no complement of unsigned numbers.
 ALL_BITS = tl.constexpr(0xFFFFFFFF)
@@ -103,4 +104,4 @@ def store_nan_item(items_ptr, place, row_block):
     """An item whose rows become NaN: a wrong mask must not look like an answer."""
     field = tl.arange(0, ITEM_SIZE)
     # No tiles, and nothing of an earlier mask.
-    tl.store(items_ptr + place * ITEM_SIZE + field, tl.where(field == ROW_BLOCK, -2 - row_block, 0))
+    tl.store(items_ptr + place * ITEM_SIZE + field, tl.where(field == ROW_BLOCK, nan_row_block(row_block), 0))

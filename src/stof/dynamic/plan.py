@@ -164,12 +164,12 @@ class DynamicPlan(Plan):
         if self._buffers is None:
             return  # `update` has raised already
         self.wait_for_update()
-        found = self._buffers.flags.tolist()
-        if not any(found):
+        every_flags = self._buffers.flags.tolist()
+        if not any(every_flags):
             return
         self._buffers.flags.zero_()
         lines = []
-        for number, flags in enumerate(found):
+        for number, flags in enumerate(every_flags):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
@@ -178,7 +178,9 @@ class DynamicPlan(Plan):
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
         advice = (
-            "; for more room, make the plan with a larger `density`" if any(flags & OVERFLOW for flags in found) else ""
+            "; for more room, make the plan with a larger `density`"
+            if any(flags & OVERFLOW for flags in every_flags)
+            else ""
         )
         raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
 
@@ -202,10 +204,10 @@ class DynamicPlan(Plan):
             raise UnsupportedError("a dynamic plan cannot run this call", {"hopper": [reason]})
         offered = (*_KERNELS[1:],) if capturing else _KERNELS
         key = (call, implementation or ",".join(offered))
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
-        return found
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
+        return choice
 
     def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> KernelChoice:
         reasons: dict[str, list[str]] = {}
@@ -219,10 +221,10 @@ class DynamicPlan(Plan):
                 reasons.setdefault(candidate.name, []).extend(candidate.refusals)
         raise UnsupportedError("a dynamic plan cannot run this call", reasons)
 
-    def find_call(self, *given: Any) -> BoundCall | None:
+    def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
         self.wait_for_update()
-        return super().find_call(*given)
+        return super().find_call(*arguments)
 
     def wait_for_update(self) -> None:
         """Let the plan's device's current stream wait for the last update."""
@@ -286,8 +288,8 @@ class DynamicPlan(Plan):
         wide = call.widened()
         if wide is None:
             return self._candidates_of(self._buffers, call)
-        found = self._candidates_of(self._buffers, wide)
-        return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in found]
+        candidates = self._candidates_of(self._buffers, wide)
+        return [replace(one, choice=one.choice and replace(one.choice, widened=True)) for one in candidates]
 
     def _candidates_of(self, buffers: WorkBuffers, call: CallSpec) -> list[Candidate]:
         """`candidates` with tensors as they are."""
@@ -321,19 +323,19 @@ class DynamicPlan(Plan):
         assert isinstance(choice, KernelChoice)
         kernel, choice = choice.kernel, replace(choice, widened=False)
         assert kernel is not None
-        found = self._prepared.get(choice)
-        if found is None:
+        prepared = self._prepared.get(choice)
+        if prepared is None:
             buffers = self._buffers
             with tensors_on_host():
                 if choice.implementation == "hopper":
                     assert choice.layout is not None
                     lists = buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured)
-                    found = PreparedTiles(lists, kernel)
+                    prepared = PreparedTiles(lists, kernel)
                 else:
                     buffers.use_work(self._captured)
-                    found = PreparedWork(buffers.work, kernel)
-            self._prepared[choice] = found
-        return found
+                    prepared = PreparedWork(buffers.work, kernel)
+            self._prepared[choice] = prepared
+        return prepared
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         """Not for plans of fixed sizes."""
@@ -413,10 +415,12 @@ def dynamic_plan(
     check_sizes(batch, heads)
     if density is not None and not 0 < density <= 1:
         raise ArgumentError(f"density is above 0 and at most 1, or None for room for any mask, got {density!r}")
-    own = mask_tensors(mask)[0].device
-    where = own if device is None else usable_device(device)
+    mask_device = mask_tensors(mask)[0].device
+    where = mask_device if device is None else usable_device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if where != own:
-        raise ArgumentError(f"the mask's tensors are on {own}, the plan on {where}; make them where the calls run")
+    if where != mask_device:
+        raise ArgumentError(
+            f"the mask's tensors are on {mask_device}, the plan on {where}; make them where the calls run"
+        )
     return DynamicPlan(mask, (q_len, kv_len), (batch, heads), where, density)

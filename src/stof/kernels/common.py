@@ -73,7 +73,7 @@ def heads_in_l2(heads: int, bytes_per_head: int, share: int) -> int:
         bytes_per_head: K and V of one; where query heads share a key head, that one's bytes divided among them.
     """
     most = min(heads, max(1, share // max(1, bytes_per_head)))
-    return next(side for side in range(most, 0, -1) if heads % side == 0)
+    return next(count for count in range(most, 0, -1) if heads % count == 0)
 
 
 def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:

@@ -43,8 +43,8 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(x, Tensor):
         raise DtypeError(f"x is a torch.Tensor, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout)
-        raise DtypeError(f"x is a strided tensor, got a {kind} one; make it dense first, as by x.to_dense()")
+        layout = "nested" if x.is_nested else str(x.layout)
+        raise DtypeError(f"x is a strided tensor, got a {layout} one; make it dense first, as by x.to_dense()")
     if x.ndim != 4 or x.shape[3] == 0:
         raise ShapeError(f"x is [batch, heads, length, head_dim] with a head_dim of 1 or more, got {list(x.shape)}")
     if not x.is_floating_point() or x.element_size() == 1:

@@ -149,9 +149,9 @@ def compacted_tiles(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
         return None
     some, every = _tiles(use, compaction)
     row, number = some.nonzero(as_tuple=True)
-    whole = every[row, number]
-    ranks = (2 * row + whole).argsort(stable=True)
-    row, number, partial = row[ranks], number[ranks], ~whole[ranks]
+    is_full = every[row, number]
+    ranks = (2 * row + is_full).argsort(stable=True)
+    row, number, partial = row[ranks], number[ranks], ~is_full[ranks]
     aligned = torch.arange(compaction.in_place.shape[1] * block_n, device=row.device)
     aligned = torch.where(aligned < head_mask.kv_len, aligned, -1)
     keys = torch.nn.functional.pad(compaction.keys, (0, -len(compaction.keys) % block_n), value=-1)

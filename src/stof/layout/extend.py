@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stof.layout.builders.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
 from stof.layout.head_mask import HeadMask
-from stof.layout.layout import Layout
+from stof.layout.layout import Layout, gathered_row
 from stof.masks import Mask
 from stof.masks.base import check_lengths
 from stof.masks.bounds import Range
@@ -119,5 +119,5 @@ def _slots(layout: Layout, tiles: slice) -> Tensor:
     columns = base[:, None] + steps
     columns = torch.where(columns < layout.kv_len, columns, -1)
     scattered = base < 0
-    columns[scattered] = layout.gathered[~base[scattered]].long()
+    columns[scattered] = layout.gathered[gathered_row(base[scattered])].long()
     return columns

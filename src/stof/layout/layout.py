@@ -17,6 +17,11 @@ from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 
 
+def gathered_row(base: Tensor) -> Tensor:
+    """Rows of `Layout.gathered` for entries of `tile_base` below 0; of rows, the entries."""
+    return ~base
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A mask compiled for one pair of lengths.
@@ -31,7 +36,8 @@ class Layout:
         pattern_of: int32 `[mask_batch, mask_heads]`, the pattern of each batch entry and head.
         row_block_ptr: int32 `[P * R + 1]`, tiles of row block n are `row_block_ptr[n] : row_block_ptr[n + 1]`.
         partial_count: int32 `[P * R]`, how many of them are partial.
-        tile_base: int32 `[T]`, first column of a contiguous tile, or `~g` for the tile in row `g` of `gathered`.
+        tile_base: int32 `[T]`, first column of a contiguous tile, or `~g` for the tile in row g of `gathered`
+            (`gathered_row`).
         gathered: int32 `[G, block_n // slab]`, first column of each slab, -1 in unused slots.
         tile_bitmap: int32 `[T]`, row of `bitmaps`, or -1 for a full tile.
         bitmaps: int32 `[U, block_m, ceil(block_n / 32)]`, bit c of a row is column c of the tile; in the
@@ -113,7 +119,7 @@ class Layout:
         columns = base[:, None] + within
         scattered = base < 0
         if bool(scattered.any()):
-            slots = self.gathered[~base[scattered]].long()
+            slots = self.gathered[gathered_row(base[scattered])].long()
             spread = slots[:, :, None] + torch.arange(slab, device=self.device)
             columns[scattered] = torch.where(slots[:, :, None] < 0, -1, spread).flatten(1)
         return torch.where(columns < self.kv_len, columns, -1)
@@ -181,7 +187,7 @@ class Layout:
         of_list = self.tile_base < 0
         pattern = torch.zeros_like(slots[:, 0])
         owner = torch.div(self.tile_row_block()[of_list], self.row_blocks, rounding_mode="floor")
-        pattern[~self.tile_base[of_list].long()] = owner
+        pattern[gathered_row(self.tile_base[of_list]).long()] = owner
         used = slots >= 0
         numbers, place = (pattern[:, None] * self.kv_len + slots)[used].unique(return_inverse=True)
         owner = torch.div(numbers, self.kv_len, rounding_mode="floor")

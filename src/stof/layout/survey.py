@@ -95,9 +95,9 @@ def survey(
     asked = set(geometries)
     # Without compaction tiles are contiguous. Columns gathered one by one bound what compaction can save.
     compacting = sorted((g for g in asked if g.compact_columns), key=lambda g: (g.block_m * g.block_n, g.block_m))
-    others = {replace(g, compact_columns=False) for g in compacting[:1]} | {g.contiguous() for g in compacting}
+    configs = {replace(g, compact_columns=False) for g in compacting[:1]} | {g.contiguous() for g in compacting}
     wanted = sorted(
-        {g for g in asked if not g.compact_columns} | others, key=lambda g: (g.block_m, g.block_n, g.slab or 0)
+        {g for g in asked if not g.compact_columns} | configs, key=lambda g: (g.block_m, g.block_n, g.slab or 0)
     )
     order = checked_order(row_order, q_len, device)
     mask_batch, mask_heads = mask.dims(batch, heads, device)
@@ -173,7 +173,7 @@ def _strip_counts(
     counts = {}
     for geometry, parts in tiles_of_strips.items():
         blocks = of_heads[0].row_blocks(geometry.block_m)
-        partial, full = (torch.cat(kind).view(len(of_heads), -1)[:, :blocks].cpu() for kind in zip(*parts, strict=True))
+        partial, full = (torch.cat(part).view(len(of_heads), -1)[:, :blocks].cpu() for part in zip(*parts, strict=True))
         counts[geometry] = TileCounts(partial, full)
     return counts, torch.cat(kept).view(len(of_heads), padded)[:, :q_len].long().cpu()
 

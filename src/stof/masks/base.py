@@ -168,11 +168,11 @@ class BaseMask(ABC):
             ShapeError: the mask is bound to another batch size or number of heads.
         """
         del device
-        for name, own, given in (("batch size", self.batch, batch), ("number of heads", self.heads, heads)):
-            if own not in (1, given):
+        for name, bound, called in (("batch size", self.batch, batch), ("number of heads", self.heads, heads)):
+            if bound not in (1, called):
                 raise ShapeError(
-                    f"the mask is bound to a {name} of {own}, the inputs have {given}; "
-                    f"give a mask for {given} (or one that does not depend on it)"
+                    f"the mask is bound to a {name} of {bound}, the inputs have {called}; "
+                    f"give a mask for {called} (or one that does not depend on it)"
                 )
         return self.batch, self.heads
 

@@ -85,11 +85,11 @@ class RuntimeMask(Mask):
             MaskError: indices or scores that mean nothing; names the first batch entry and head.
         """
         self.check_sizes(q_len, kv_len)
-        found = self.problems(q_len, kv_len).cpu()
-        if bool(found.any()):
-            b, h = found.nonzero()[0].tolist()
+        problems = self.problems(q_len, kv_len).cpu()
+        if bool(problems.any()):
+            b, h = problems.nonzero()[0].tolist()
             raise MaskError(
-                f"{self!r} has {described(int(found[b, h]))} (batch entry {b}, head {h}); {self._accepted()}"
+                f"{self!r} has {described(int(problems[b, h]))} (batch entry {b}, head {h}); {self._accepted()}"
             )
 
     @abstractmethod

@@ -117,9 +117,9 @@ class FunctionMask(Mask):
         return current_record(self.fn, self.record) is not self.record
 
     def check(self, q_len: int, kv_len: int) -> None:
-        for name, own, given in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
-            if own is not None and own != given:
-                raise ShapeError(f"the mask was made for {name} {own}, the call has {given}")
+        for name, planned, called in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
+            if planned is not None and planned != called:
+                raise ShapeError(f"the mask was made for {name} {planned}, the call has {called}")
 
     depends_on_sizes = True
 
@@ -155,7 +155,7 @@ class FunctionMask(Mask):
             keep = self.fn(*at) if known.elementwise else under_vmap(self.fn, at, known.traits.elements)
         sizes = shape_of(at)
         fits = keep.ndim <= 4 and all(
-            own in (1, size) for own, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
+            kept in (1, size) for kept, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
         )
         if not fits or keep.dtype != torch.bool:
             raise MaskFunctionError(
@@ -244,10 +244,10 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """What is known of a function, traced at one score if nothing is."""
     known = _known_before(fn)
     if known is None:
-        made = _trace(fn, at)
-        known = _KNOWN.setdefault(fn, made)
-        if made is known and not made.elementwise:
-            _warn_slow(fn, made.traits.obstacle or "")
+        trace = _trace(fn, at)
+        known = _KNOWN.setdefault(fn, trace)
+        if trace is known and not trace.elementwise:
+            _warn_slow(fn, trace.traits.obstacle or "")
     return known
 
 
@@ -286,8 +286,8 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     for at in [known.at] if record is not None else _scores(known.at[0].device):
         # Not by `_traced`: another thread, for which the function does something else, may have traced it meanwhile.
         with contextlib.suppress(Exception):
-            _KNOWN[fn] = made = _trace(fn, at)
-            return made.traits.record
+            _KNOWN[fn] = trace = _trace(fn, at)
+            return trace.traits.record
     _KNOWN.pop(fn, None)
     return Record((), ())
 

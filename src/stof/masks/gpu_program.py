@@ -219,7 +219,7 @@ class _Writer:
         self.tables += values
         return len(self.tables) - len(values)
 
-    def own(self, values: Sequence[T]) -> T:
+    def of_sequence(self, values: Sequence[T]) -> T:
         """The value of this sequence."""
         return values[self.b if len(values) > 1 else 0]
 
@@ -253,7 +253,7 @@ def _sink_tokens(to: _Writer, mask: rules.SinkTokens, at: _Place) -> int:
 
 
 def _prefix_lm(to: _Writer, mask: rules.PrefixLM, at: _Place) -> int:
-    to.key(at, 0, to.own(mask.prefix) - 1)
+    to.key(at, 0, to.of_sequence(mask.prefix) - 1)
     to.distance(at, 0)
     return to.both(Op.OR)
 
@@ -306,7 +306,7 @@ def _global_tokens(to: _Writer, mask: rules.GlobalTokens, at: _Place) -> int:
 
 
 def _documents(to: _Writer, mask: rules.Documents, at: _Place) -> int:
-    runs = to.own(mask.runs)
+    runs = to.of_sequence(mask.runs)
     # The kernels take positions before the first document for some of it.
     if min(at.q_shift, at.kv_shift) < 0 or 2 * len(runs) > LONGEST:
         raise _NotWritableError
@@ -356,7 +356,7 @@ _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     rules.Full: lambda to, mask, at: to.key(at),
     rules.Causal: lambda to, mask, at: to.distance(at, 0),
     rules.SlidingWindow: lambda to, mask, at: to.distance(at, -mask.right, mask.left),
-    rules.Padding: lambda to, mask, at: to.key(at, 0, to.own(mask.lengths) - 1),
+    rules.Padding: lambda to, mask, at: to.key(at, 0, to.of_sequence(mask.lengths) - 1),
     rules.SinkTokens: _sink_tokens,
     rules.PrefixLM: _prefix_lm,
     rules.Neighborhood2D: _neighborhood_2d,

@@ -38,10 +38,10 @@ def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
 
 def _listed(what: str, values: Tensor, *ndim: int) -> object:
     """The numbers of an integer tensor of one of these numbers of dimensions."""
-    kind = foreign_layout(values) or ("meta" if values.is_meta else None)
-    if kind is not None:
+    layout = foreign_layout(values) or ("meta" if values.is_meta else None)
+    if layout is not None:
         raise MaskError(
-            f"{what} is read on the host, got a {kind} tensor; give a list, or a strided tensor with values"
+            f"{what} is read on the host, got a {layout} tensor; give a list, or a strided tensor with values"
         )
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.ndim not in ndim:
         shape = " or ".join(f"{n}-D" for n in ndim)
@@ -232,7 +232,7 @@ def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> M
 
 def per_head(masks: Sequence[Mask]) -> Mask:
     """One mask per query head, in head order; equal masks share one layout."""
-    given = tuple(masks) if isinstance(masks, Iterable) else ()
-    if not given or not all(isinstance(mask, Mask) for mask in given):
+    parts = tuple(masks) if isinstance(masks, Iterable) else ()
+    if not parts or not all(isinstance(mask, Mask) for mask in parts):
         raise MaskError(f"per_head() takes a non-empty list of masks, one per query head, got {shown(masks)}")
-    return given[0] if len(given) == 1 else PerHead(given)
+    return parts[0] if len(parts) == 1 else PerHead(parts)

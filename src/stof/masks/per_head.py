@@ -42,8 +42,8 @@ class PerHead(Composite):
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
         if self.depends_on_sizes:  # a function may look at the head
             return Mask.pattern_ids(self, mask_batch, mask_heads)
-        own = [mask.pattern_ids(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
-        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, own, strict=True)]
+        ids = [mask.pattern_ids(mask_batch, 1).expand(self.batch, 1).flatten().tolist() for mask in self.masks]
+        pairs = [(mask, column[b]) for b in range(self.batch) for mask, column in zip(self.masks, ids, strict=True)]
         return numbered(pairs).view(self.batch, len(self.masks))
 
     def evaluate(self, index: Index) -> Tensor:

@@ -61,8 +61,8 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
         if order is None:
             continue
         if not isinstance(order, Tensor) or order.dtype != torch.int64 or order.ndim != 1 or len(order) == 0:
-            given = f"{order.dtype} {list(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
-            raise MaskError(f"{name} of reordered() is an int64 tensor of one dimension, got {given}")
+            got = f"{order.dtype} {list(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
+            raise MaskError(f"{name} of reordered() is an int64 tensor of one dimension, got {got}")
         if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
             raise MaskError(f"{name} of reordered() is not a permutation of 0 .. {len(order) - 1}")
     if rows is None and columns is None:

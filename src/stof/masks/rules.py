@@ -307,7 +307,7 @@ class Documents(PerSequence):
     def _contiguous(self) -> bool:
         """Whether every document is one run; else its parts see each other across other documents."""
         ids = ([doc for doc, _ in runs if doc >= 0] for runs in self.runs)
-        return all(len(set(own)) == len(own) for own in ids)
+        return all(len(set(numbers)) == len(numbers) for numbers in ids)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         """Which runs the ends of a rectangle's ranges lie in."""

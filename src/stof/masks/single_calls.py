@@ -64,8 +64,8 @@ def check_promotion(name: str, operands: list[Tensor], tracked: list[Tensor]) ->
 def _promoted(operands: list[tuple[torch.dtype, bool]]) -> torch.dtype | None:
     """The dtype that tensors promote to, given whether each has dimensions."""
     with_dims, without = (
-        functools.reduce(torch.promote_types, found) if found else None
-        for found in ([dtype for dtype, own in operands if own is wanted] for wanted in (True, False))
+        functools.reduce(torch.promote_types, dtypes) if dtypes else None
+        for dtypes in ([dtype for dtype, has_dims in operands if has_dims is wanted] for wanted in (True, False))
     )
     if with_dims is None or without is None:
         return with_dims or without
@@ -118,22 +118,22 @@ def _indexed(table: Tensor, items: tuple[Any, ...]) -> Tensor:
         else:
             picks += [None] * (table.ndim - sum(widths) if item is Ellipsis else width)
             rest.append(item)
-    found = _aten.index.Tensor(table, picks)
-    return found[tuple(rest)] if rest else found
+    picked = _aten.index.Tensor(table, picks)
+    return picked[tuple(rest)] if rest else picked
 
 
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     del assume_unique  # a promise that this does not need
     both = [x for x in (elements, test_elements) if isinstance(x, Tensor)]
     check_promotion("isin", both, both)
-    own, others = elements, test_elements
-    if isinstance(others, Tensor):
-        others = others.reshape(-1)
-        own = own.unsqueeze(-1) if isinstance(own, Tensor) else own
-        found = (own == others).any(-1)
+    left, right = elements, test_elements
+    if isinstance(right, Tensor):
+        right = right.reshape(-1)
+        left = left.unsqueeze(-1) if isinstance(left, Tensor) else left
+        isin = (left == right).any(-1)
     else:
-        found = own == others
-    return ~found if invert else found
+        isin = left == right
+    return ~isin if invert else isin
 
 
 def shape_of(indices: Indices) -> tuple[int, ...]:
@@ -175,6 +175,6 @@ def _parts(indices: Indices, shape: Sequence[int], elements: dict[frozenset[int]
     wanted.append((1, {0, 1, 2, 3}))  # the result
     parts = list(shape)
     for dim in range(4):
-        while parts[dim] > 1 and max(n * math.prod(parts[d] for d in own) for n, own in wanted) > _AT_ONCE:
+        while parts[dim] > 1 and max(n * math.prod(parts[d] for d in dims_of) for n, dims_of in wanted) > _AT_ONCE:
             parts[dim] = -(-parts[dim] // 2)
     return parts

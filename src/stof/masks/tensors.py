@@ -72,11 +72,11 @@ class DenseMask(Mask):
         """By comparing the tensors, which ends at the first difference on a CPU."""
         del mask_batch, mask_heads
         every = self.keep.view((1,) * (4 - self.keep.ndim) + tuple(self.keep.shape))
-        found: list[Tensor] = []
+        distinct: list[Tensor] = []
         out = torch.empty(self.batch, self.heads, dtype=torch.int64, device="cpu")
         for b, h in itertools.product(range(self.batch), range(self.heads)):
-            same = next((n for n, other in enumerate(found) if torch.equal(other, every[b, h])), len(found))
-            found += [every[b, h]] if same == len(found) else []
+            same = next((n for n, other in enumerate(distinct) if torch.equal(other, every[b, h])), len(distinct))
+            distinct += [every[b, h]] if same == len(distinct) else []
             out[b, h] = same
         return out
 
@@ -110,11 +110,11 @@ def dense_view(keep: Tensor) -> DenseMask:
     """A mask that reads a bool tensor when it is used; checks and errors as of `from_dense`."""
     if not isinstance(keep, Tensor):
         raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
-    kind = foreign_layout(keep)
-    if kind is not None:
+    layout = foreign_layout(keep)
+    if layout is not None:
         raise MaskError(
-            f"a dense mask is a strided tensor, got a {kind} one; pass a padded or dense bool tensor, or a named mask "
-            "such as documents(cu_seqlens=...) or padding(lengths)"
+            f"a dense mask is a strided tensor, got a {layout} one; pass a padded or dense bool tensor, or a named "
+            "mask such as documents(cu_seqlens=...) or padding(lengths)"
         )
     if keep.device.type == "meta":
         raise DeviceError("a dense mask holds values, got a meta tensor; make it on the device of the calls")

@@ -50,7 +50,7 @@ class PlanGradients:
         Raises:
             UnsupportedError: there is none.
         """
-        found, reasons = [], {}
+        choices, reasons = [], {}
         for name, implementation in IMPLEMENTATIONS.items():
             if implementation.backward is None:
                 continue
@@ -58,8 +58,8 @@ class PlanGradients:
             if refusals:
                 reasons[name] = refusals
             else:
-                found += [(name, tiling) for tiling in implementation.backward.tilings(call, self._geometry)]
-        usable = [choice for choice in found if choice not in self._failed]
+                choices += [(name, tiling) for tiling in implementation.backward.tilings(call, self._geometry)]
+        usable = [choice for choice in choices if choice not in self._failed]
         if not usable:
             reasons |= {name: [error] for (name, _), error in self._failed.items()}
             raise UnsupportedError("no implementation can compute the gradients of this call", reasons)
@@ -118,5 +118,5 @@ def gradients_of(plan: Plan) -> PlanGradients:
     """Return what a plan holds for backward passes."""
     if plan.gradients is None:
         plan.gradients = PlanGradients(plan)
-    found: PlanGradients = plan.gradients
-    return found
+    gradients: PlanGradients = plan.gradients
+    return gradients

@@ -1,4 +1,4 @@
-"""A bounded cache of plans."""
+"""A bounded cache of plans, and its keys."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
+from stof.layout import LayoutConfig
+from stof.masks import Mask
 from stof.masks.functions import forget_functions
 from stof.plans.plan import Plan
 from stof.runtime.locks import ForkSafeLock
 
 # Calls by which plans are found; a plan serves calls of many batch sizes.
 _MOST_CALLS = 1024
+
+
+def plan_key(
+    mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, config: LayoutConfig | None
+) -> Hashable:
+    """What a plan whose rows keep their order is made of; `mask.key` stands for the mask."""
+    # The sizes matter only to masks that must be asked whether they depend on them.
+    sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
+    return (mask.key, q_len, kv_len, sizes, str(device), config)
 
 
 @dataclass(frozen=True)
@@ -37,8 +50,8 @@ class PlanCache:
     def get(self, key: Hashable, call: Hashable = None) -> Plan | None:
         """Return the plan with this key, which `of_call` then finds by `call` too."""
         with self._lock:
-            found = self._plans.get(key)
-            if found is None:
+            plan = self._plans.get(key)
+            if plan is None:
                 self._misses += 1
                 return None
             self._hits += 1
@@ -46,7 +59,7 @@ class PlanCache:
             if len(self._keys) >= _MOST_CALLS:
                 self._keys.clear()
             self._keys[call] = key
-            return found
+            return plan
 
     def of_call(self, call: Hashable) -> Plan | None:
         """Return the plan that was stored or found for an equal call, None if it was dropped."""

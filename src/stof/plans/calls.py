@@ -48,10 +48,10 @@ def check_fit(q: Tensor, k: Tensor, lengths: tuple[int, int], call_sizes: CallSi
         raise DeviceError(
             f"the plan is on {device}, the inputs on {q.device}; move it once with plan.to({str(q.device)!r})"
         )
-    for name, own, given in (("batch", call_sizes[0], q.shape[0]), ("heads", call_sizes[1], q.shape[1])):
-        if own is not None and own != given:
+    for name, planned, called in (("batch", call_sizes[0], q.shape[0]), ("heads", call_sizes[1], q.shape[1])):
+        if planned is not None and planned != called:
             raise PlanMismatchError(
                 f"the plan's mask depends on the {'head' if name == 'heads' else 'batch entry'}, and the plan was "
-                f"made for {name}={own}; the inputs have {given}. Make a plan with {name}={given}, or leave "
+                f"made for {name}={planned}; the inputs have {called}. Make a plan with {name}={called}, or leave "
                 f"`{name}` out of stof.plan"
             )

@@ -13,7 +13,7 @@ from stof.errors import ArgumentError, DeviceError, MaskError, shown
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
-from stof.plans.cache import PlanCache
+from stof.plans.cache import PlanCache, plan_key
 from stof.plans.plan import Plan
 from stof.plans.unsized import UnsizedPlan
 from stof.plans.used_masks import present
@@ -95,12 +95,10 @@ def make_sized_plan(
     call = (mask.key, batch, heads, q_len, kv_len, device) if row_order is None and config is None else None
     mask = present(mask, device)
     if row_order is None:
-        # The sizes matter only to masks that must be asked whether they depend on them.
-        sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
-        key = (mask.key, q_len, kv_len, sizes, str(device), config)
-        found = plan_cache.get(key, call)
-        if found is not None:
-            return found
+        key = plan_key(mask, q_len, kv_len, batch, heads, device, config)
+        plan = plan_cache.get(key, call)
+        if plan is not None:
+            return plan
     refuse_capture(device)
     _check_values()
     check_lengths(q_len, kv_len)

@@ -241,12 +241,12 @@ class Plan(Numbered):
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """Return the fastest candidate for a call, among those of `implementation` if it is given; decided once."""
         key = (call, implementation)
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = choose(
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = choose(
                 call, self.device, self._gpu_geometry, implementation, self._layout_errors
             )
-        return found
+        return choice
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """Return every candidate for a call, see `stof.explain`."""
@@ -278,29 +278,29 @@ class Plan(Numbered):
         self._choices.clear()
         self._calls.clear()
 
-    def find_call(self, *given: Any) -> BoundCall | None:
+    def find_call(self, *arguments: Any) -> BoundCall | None:
         """Return the bound call stored for arguments with this `call_key`, or None. A hit needs no further checks.
 
         Args:
-            given: the arguments of `call_key`, as the user gave them.
+            arguments: those of `call_key`, as the user gave them.
         """
         if not self._calls:
             return None
         try:
-            found = self._calls.get(call_key(*given))
+            call = self._calls.get(call_key(*arguments))
         except (AttributeError, TypeError, RuntimeError):
             # An argument that is no tensor, a nested tensor, or a scale that is no number: the caller's checks refuse
             # these with a message.
             return None
-        if found is not None:
-            self.keep_in_graph(found)
-        return found
+        if call is not None:
+            self.keep_in_graph(call)
+        return call
 
-    def store_call(self, given: tuple[Any, ...], call: BoundCall) -> None:
+    def store_call(self, arguments: tuple[Any, ...], call: BoundCall) -> None:
         """Store a bound call under the `call_key` of the arguments that the user gave."""
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
-        self._calls[call_key(*given)] = call
+        self._calls[call_key(*arguments)] = call
         self.keep_in_graph(call)
 
     def keep_in_graph(self, call: Any) -> None:
@@ -311,11 +311,11 @@ class Plan(Numbered):
     def prepared(self, choice: KernelChoice | str) -> Any:
         """Return a choice's layout in the form that its implementation reads; computed once."""
         choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
-        found = self._prepared.get(choice)
-        if found is None:
+        prepared = self._prepared.get(choice)
+        if prepared is None:
             # `outside_graph_pool` synchronises, so calls on other streams may read the result at once.
-            found = self._prepared[choice] = outside_graph_pool(self.device, partial(self._prepare, choice))
-        return found
+            prepared = self._prepared[choice] = outside_graph_pool(self.device, partial(self._prepare, choice))
+        return prepared
 
     def _prepare(self, choice: KernelChoice) -> Any:
         implemented, layout = IMPLEMENTATIONS[choice.implementation], self._layout_of(choice)
@@ -326,10 +326,10 @@ class Plan(Numbered):
         if choice.layout is None or self.fixed is not None:
             return self.layout
         key = (choice.layout, choice.row_order)
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts[key] = self._build(*key)
-        return found
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._build(*key)
+        return layout
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         assert isinstance(self.geometry, MaskGeometry)
@@ -373,8 +373,8 @@ class Plan(Numbered):
         lengths = (self.q_len + rows, self.kv_len + rows)
         geometry = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=self.device)
 
-        own = self.mask_text if origin is None and "<" not in self.mask_text else origin and origin.mask.key
-        if mask.key != own or self.permuted_rows:  # another number of rows needs another row order
+        mask_key = self.mask_text if origin is None and "<" not in self.mask_text else origin and origin.mask.key
+        if mask.key != mask_key or self.permuted_rows:  # another number of rows needs another row order
             refuse_capture(self.device)
             return Plan.of_mask(geometry, self.fixed)
         grown = functools.partial(

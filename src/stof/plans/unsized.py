@@ -49,18 +49,18 @@ class UnsizedPlan(Plan):
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
         self.check_call(q, k)
         sizes = (q.shape[0], q.shape[1])
-        found = self._plans.get(sizes)
-        if found is None:
+        plan = self._plans.get(sizes)
+        if plan is None:
             self._check_unchanged()
-            found = self._plans[sizes] = self._make(self._mask, self.q_len, self.kv_len, batch=sizes[0], heads=sizes[1])
-        return found
+            plan = self._plans[sizes] = self._make(self._mask, self.q_len, self.kv_len, batch=sizes[0], heads=sizes[1])
+        return plan
 
-    def find_call(self, *given: Any) -> BoundCall | None:
-        q = given[0]
+    def find_call(self, *arguments: Any) -> BoundCall | None:
+        q = arguments[0]
         if q.is_nested or q.ndim < 2:
             return None  # the checks have the message
-        found = self._plans.get((q.shape[0], q.shape[1]))
-        return None if found is None else found.find_call(*given)
+        plan = self._plans.get((q.shape[0], q.shape[1]))
+        return None if plan is None else plan.find_call(*arguments)
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         check_rows(rows)

@@ -34,17 +34,17 @@ def zeroed_counters(count: int, device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         return _from_arena(count, device, index)
     key = (index, raw_stream(index))
-    found = _by_stream.get(key)
-    if found is None or found.numel() < count:
+    counters = _by_stream.get(key)
+    if counters is None or counters.numel() < count:
         with _lock:
             if index not in _arena:
                 _arena[index] = (_cleared(_ARENA, device), 0)
-            found = _by_stream.get(key)  # another thread may have been here first
-            if found is None or found.numel() < count:
-                if found is not None:
-                    _outgrown.append(found)
-                found = _by_stream[key] = _cleared(max(1024, 2 * count), device)
-    return found
+            counters = _by_stream.get(key)  # another thread may have been here first
+            if counters is None or counters.numel() < count:
+                if counters is not None:
+                    _outgrown.append(counters)
+                counters = _by_stream[key] = _cleared(max(1024, 2 * count), device)
+    return counters
 
 
 def _cleared(count: int, device: torch.device) -> Tensor:

@@ -224,12 +224,12 @@ class _EncodedMaps:
                 continue
             window, metadata, kept = slot
             address = base.data_ptr()
-            found = kept.get(address)
-            if found is None:
+            encoded = kept.get(address)
+            if encoded is None:
                 if len(kept) >= _MOST_ENCODED:
                     kept.clear()
-                found = kept[address] = encode_tensor_map(window.at(base), metadata)
-            arguments += found
+                encoded = kept[address] = encode_tensor_map(window.at(base), metadata)
+            arguments += encoded
         return arguments
 
 

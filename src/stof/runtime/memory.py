@@ -45,13 +45,13 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
         return make()
     default = torch.get_default_device()  # like the grad mode, each thread has its own; mask functions make tensors
     grad = torch.is_grad_enabled()
-    made: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             with torch.cuda.device(device), torch.device(default), torch.set_grad_enabled(grad):
-                made.append(make())
+                results.append(make())
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:  # raised again by the thread that asked
             failed.append(error)
@@ -62,7 +62,7 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
     thread.join()
     if failed:
         raise failed[0]
-    return made[0]
+    return results[0]
 
 
 def capturing(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ __all__ = [
     "storage_id",
     "takes_derivatives",
     "version_of",
+    "versions_of",
     "vmap_enabled",
     "without_encoding",
     "without_hooks",
@@ -413,6 +414,11 @@ def init_triton_cache(device: torch.device) -> None:
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # How often a tensor was written to; not of inference tensors.
 version_of = attrgetter("_version")
+
+
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """How often each was written to, as far as PyTorch counts that; 0 for inference tensors."""
+    return tuple([0 if x.is_inference() else version_of(x) for x in tensors])
 
 
 def entries_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

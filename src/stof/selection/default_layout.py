@@ -34,11 +34,11 @@ def own_layout(
     layout = built(default_config(device), row_order)
     if row_order is None and statistics(layout).computed_over_needed > GOOD_ENOUGH:
         orders = RowOrders(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
-        others = [built(layout.config, orders.rows(name)) for name in orders.names]
-        if not any(_denser(other, layout) for other in others):
+        reordered = [built(layout.config, orders.rows(name)) for name in orders.names]
+        if not any(_denser(other, layout) for other in reordered):
             clustered = orders.searched_name()
-            others += [] if clustered is None else [built(layout.config, orders.rows(clustered))]
-        best = min(others, key=lambda other: statistics(other).computed, default=layout)
+            reordered += [] if clustered is None else [built(layout.config, orders.rows(clustered))]
+        best = min(reordered, key=lambda other: statistics(other).computed, default=layout)
         if _denser(best, layout):
             return best
     better = refined_config(layout)

@@ -95,7 +95,7 @@ def gpu_choices(
     for order in orders:
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
-                kernel = KernelConfig(warps, stages, registers, pack=pack, side=_side(call))
+                kernel = KernelConfig(warps, stages, registers, pack=pack, side=_heads_at_once(call))
                 choice = KernelChoice(implementation, layout, order, kernel)
                 if geometry.fixed or not spills_registers(choice, call):
                     choices += _variants(choice, call)
@@ -108,11 +108,11 @@ def _hopper_choices(call: CallSpec, geometry: Geometry, orders: tuple[str | None
     Contiguous tiles also with unseen keys as zeros. With a bias, which is copied in whole tiles, contiguous ones alone.
     """
     choices: list[KernelChoice] = []
-    fixed, side = geometry.fixed, _side(call, share=_HOPPER_L2_SHARE)
+    fixed, heads_at_once = geometry.fixed, _heads_at_once(call, share=_HOPPER_L2_SHARE)
     table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
     slabs = (None,) if call.has_bias else (None, 16, 8)
     for block_m, block_n, stages in table[head_dim_class(call.head_dim, call.value_dim)]:
-        kernel = KernelConfig(4, stages, side=side)
+        kernel = KernelConfig(4, stages, side=heads_at_once)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
             layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
@@ -149,7 +149,7 @@ def _can_pair(layout: LayoutConfig, order: str | None, call: CallSpec) -> bool:
 
 def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
     """Contiguous tiles of the one size there is, and compacted columns."""
-    kernel = KernelConfig(4, FP8_STAGES, side=_side(call, share=_HOPPER_L2_SHARE))
+    kernel = KernelConfig(4, FP8_STAGES, side=_heads_at_once(call, share=_HOPPER_L2_SHARE))
     layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, compact_columns=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
@@ -158,12 +158,12 @@ def _fp8_choices(call: CallSpec, geometry: Geometry) -> list[KernelChoice]:
 
 def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
     """Whether TMA can copy rows and columns in that order, and no row block holds rows of two remainders."""
-    kind, *sizes = (row_order or "own").split()
+    order, *sizes = (row_order or "own").split()
     if call.has_bias:
         return False
     # The elements of a row have to fill the 64, 128 or 256 that TMA copies.
     return (
-        kind == "remainder"
+        order == "remainder"
         and call.head_dim == padded_width(call.head_dim)
         and call.q_len % (int(sizes[0]) * block_m) == 0
     )
@@ -171,19 +171,21 @@ def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
 
 def runtime_choice(call: CallSpec, layout: LayoutConfig, limit: int) -> KernelChoice:
     """How the block-wise kernel runs work that is made on the device; `limit` as `shared_memory_limit` gives it."""
-    kernel = KernelConfig(4, 3, side=_side(call))
+    kernel = KernelConfig(4, 3, side=_heads_at_once(call))
     choice = KernelChoice("block_wise", layout, None, kernel)
     return choice if fits(choice, call, limit) else replace(choice, kernel=replace(kernel, num_stages=2))
 
 
 def runtime_hopper_choices(call: CallSpec, serves: Callable[[LayoutConfig], bool]) -> list[KernelChoice]:
     """How the Hopper kernel may run tiles that are made on the device, in the shapes that can be made."""
-    side = _side(call, share=_HOPPER_L2_SHARE)
+    heads_at_once = _heads_at_once(call, share=_HOPPER_L2_SHARE)
     choices: list[KernelChoice] = []
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
         layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
         for layout in filter(serves, layouts):
-            choices += _variants(KernelChoice("hopper", layout, None, KernelConfig(4, stages, side=side)), call)
+            choices += _variants(
+                KernelChoice("hopper", layout, None, KernelConfig(4, stages, side=heads_at_once)), call
+            )
     return choices
 
 
@@ -296,8 +298,8 @@ def _variants(choice: KernelChoice, call: CallSpec) -> Iterator[KernelChoice]:
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))
 
 
-def _side(call: CallSpec, share: int = L2_SHARE) -> int:
+def _heads_at_once(call: CallSpec, share: int = L2_SHARE) -> int:
     """Heads side by side: as many as keep their K and V in the L2 cache together, 0 for all of them."""
     kv_bytes = call.kv_heads * call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
-    side = heads_in_l2(call.batch * call.heads, kv_bytes // call.heads, share)
-    return 0 if side == call.batch * call.heads else side
+    heads_at_once = heads_in_l2(call.batch * call.heads, kv_bytes // call.heads, share)
+    return 0 if heads_at_once == call.batch * call.heads else heads_at_once

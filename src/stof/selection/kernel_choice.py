@@ -31,8 +31,8 @@ class KernelChoice:
     def layout_key(self) -> Hashable:
         """What decides whether a layout fits: choices with equal keys fit alike."""
         kernel = self.kernel
-        kind = kernel is not None and (kernel.paired, kernel.zero_unseen)
-        return self.implementation, self.layout, self.row_order, kind
+        copies = kernel is not None and (kernel.paired, kernel.zero_unseen)
+        return self.implementation, self.layout, self.row_order, copies
 
     def __str__(self) -> str:
         parts = ["widened"] if self.widened else []

@@ -110,8 +110,8 @@ class MaskGeometry(Geometry):
 
     def own_order_survey(self, geometry: LayoutConfig) -> Survey:
         """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""
-        made = (counts for (counted, order), counts in self._surveys.items() if order is None and geometry in counted)
-        return next(made, None) or self.survey((geometry,), None)
+        known = (counts for (counted, order), counts in self._surveys.items() if order is None and geometry in counted)
+        return next(known, None) or self.survey((geometry,), None)
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""

@@ -16,7 +16,8 @@ from stof.layout.orders.search import GOOD_ENOUGH, WORTH
 from stof.layout.survey import Survey
 from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
-from stof.selection.cost_model import DeviceModel, estimate, load_model, widening_us
+from stof.selection.cost_model import estimate, widening_us
+from stof.selection.device_model import DeviceModel, load_model
 from stof.selection.gpu_candidates import (
     fits,
     geometries,

@@ -17,7 +17,7 @@ from stof.layout.orders import by_remainder, by_z_order
 from stof.layout.survey import MASKS_COUNTED
 from stof.masks import reordered
 from stof.selection.capabilities import CallSpec
-from stof.selection.cost_model import DeviceModel
+from stof.selection.device_model import DeviceModel
 from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.select import candidates
 from stof.selection.token_order import TokenOrder
@@ -76,9 +76,9 @@ class _InOrder(MaskGeometry):
 
 def _token_order(name: str, length: int) -> tuple[str, Tensor]:
     """Description and order, int64 `[length]`, for a row order's name: squares of a grid in place of its patches."""
-    kind, *numbers = name.split()
+    order, *numbers = name.split()
     sizes = [int(number) for number in numbers]
-    if kind == "patch":
+    if order == "patch":
         return f"Z order of a {sizes[0]} x {sizes[1]} grid", by_z_order(*sizes[:2])
     return f"order of i % {sizes[0]}", by_remainder(length, *sizes)
 

@@ -22,6 +22,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
+from stof.kernels.packed_integers import run_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
@@ -116,13 +117,13 @@ class BlockBuffers(WorkBuffers):
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
-        problem, found = self.problem, []
+        problem, refusals = self.problem, []
         if self.block_size < 64:
-            found.append(f"takes blocks of 64 or 128 made at run time, not {self.block_size}")
+            refusals.append(f"takes blocks of 64 or 128 made at run time, not {self.block_size}")
         if self.causal and problem.kv_len > problem.q_len and problem.q_len % self.block_size:
             # 0 * NaN is NaN, and TMA reads whole tiles.
-            found.append(f"the last block holds keys past query {problem.q_len - 1}, which no query sees")
-        return tuple(found)
+            refusals.append(f"the last block holds keys past query {problem.q_len - 1}, which no query sees")
+        return tuple(refusals)
 
     def hopper_serves(self, config: LayoutConfig) -> bool:
         return fits_blocks(config, self.block_size)
@@ -163,15 +164,15 @@ class BlockBuffers(WorkBuffers):
         nothing = counts.full.numel() * slots
         keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
         if paired:  # every one on the left, with every one on the right
-            kinds = len(keep)
-            keep = torch.cat([keep.repeat_interleave(kinds, 0), keep.repeat(kinds, 1, 1)], 2)
+            bitmaps = len(keep)
+            keep = torch.cat([keep.repeat_interleave(bitmaps, 0), keep.repeat(bitmaps, 1, 1)], 2)
         width = config.block_n // _SLAB if paired else 1
         if (nothing + 2) * width >= 2**31:
             raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
         zeros = int_zeros(device)
         columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
-        columns[nothing:] = -1 - spare if paired else spare
+        columns[nothing:] = run_column(spare) if paired else spare
         dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
         empty = zeros(0)
         lists = TileLists(

@@ -15,6 +15,7 @@ from stof.kernels.hopper.refresh_work import (
     RANGE_PARTIAL_END,
     RANGE_SIZE,
 )
+from stof.kernels.triton.packed_integers import run_column
 
 # The bits of a float32 that is not a number.
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -50,7 +51,7 @@ def fill_tiles(
     PER: tl.constexpr = BLOCK_SIZE // WIDTH
     TILE: tl.constexpr = 2 if PAIRED else 1
     EVERYTHING: tl.constexpr = 1
-    KINDS: tl.constexpr = 3 + 2 * (WIDTH // BLOCK_M)
+    BITMAPS: tl.constexpr = 3 + 2 * (WIDTH // BLOCK_M)
     program = tl.program_id(0)
     pattern = program // row_blocks
     q0 = (program % row_blocks) * BLOCK_M
@@ -60,34 +61,34 @@ def fill_tiles(
     count = tl.where(bad, 0, tl.load(count_ptr + query_block) * PER)
     base = program * slots
     n_partial, n_full = 0, 0
-    kind, partial_column, last_column = 0, 0, 0
+    partial_bitmap, partial_column, last_column = 0, 0, 0
     for start in range(0, count, COPY):
         x = start + tl.arange(0, COPY)
         ok = x < count
         block = tl.load(chosen_ptr + query_block.to(tl.int64) * k + x // PER, mask=ok, other=0)
         begin = block * BLOCK_SIZE + (x % PER) * WIDTH
         ok = ok & (begin < kv_len)
-        own = EVERYTHING + (begin + WIDTH > kv_len).to(tl.int32)
+        bitmap_of_block = EVERYTHING + (begin + WIDTH > kv_len).to(tl.int32)
         if CAUSAL:
             ok = ok & (begin <= last_row)
-            own += tl.where(begin + WIDTH > q0, 2 * ((begin - q0 + WIDTH) // BLOCK_M), 0)
-        full = ok & (own == EVERYTHING)
-        partial = ok & (own != EVERYTHING)
+            bitmap_of_block += tl.where(begin + WIDTH > q0, 2 * ((begin - q0 + WIDTH) // BLOCK_M), 0)
+        full = ok & (bitmap_of_block == EVERYTHING)
+        partial = ok & (bitmap_of_block != EVERYTHING)
         _store_columns(
             columns_ptr, (base + 1) * TILE + n_full + tl.cumsum(full.to(tl.int32), 0) - 1, begin, full, PAIRED
         )
         n_full += tl.sum(full.to(tl.int32), 0)
         n_partial += tl.sum(partial.to(tl.int32), 0)
-        kind += tl.sum(tl.where(partial, own, 0), 0)
+        partial_bitmap += tl.sum(tl.where(partial, bitmap_of_block, 0), 0)
         partial_column += tl.sum(tl.where(partial, begin, 0), 0)
         last_column = tl.maximum(last_column, tl.max(tl.where(full, begin, 0), 0))
-    bitmap = kind
+    bitmap = partial_bitmap
     half = tl.arange(0, TILE)
     if PAIRED:
         # A full half too many joins the partial one, or one that keeps nothing of the same columns.
         odd = n_full % 2
-        right = tl.where(odd != 0, EVERYTHING, kind)
-        bitmap = tl.where(odd != 0, kind, 0) * KINDS + right
+        right = tl.where(odd != 0, EVERYTHING, partial_bitmap)
+        bitmap = tl.where(odd != 0, partial_bitmap, 0) * BITMAPS + right
         right_column = tl.where(odd != 0, last_column, partial_column)
         first_columns = tl.where((half == 0) & (n_partial != 0), partial_column, right_column)
         n_partial = tl.maximum(n_partial, odd)
@@ -104,8 +105,8 @@ def fill_tiles(
         end = first + (part + 1) * tiles // parts
         partial_end = tl.minimum(tl.maximum(first + n_partial, begin), end)
         # Those of other tiles are never applied, since all of them are full.
-        others = EVERYTHING * KINDS + EVERYTHING if PAIRED else EVERYTHING
-        first_bitmap = tl.where(begin < partial_end, bitmap, others)
+        full_bitmap = EVERYTHING * BITMAPS + EVERYTHING if PAIRED else EVERYTHING
+        first_bitmap = tl.where(begin < partial_end, bitmap, full_bitmap)
         store_range(ranges_ptr, item + part, begin, partial_end, end, first_bitmap, nothing, bad)
 
 
@@ -125,10 +126,10 @@ def store_range(ranges_ptr, item, begin, partial_end, end, bitmap, nothing, bad)
 @triton.jit
 @no_type_check
 def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
-    """First columns of tiles, or of halves: `-1 - column` in the place of each of the four slabs of 16 columns."""
+    """First columns of tiles, or of halves: a run in the place of each of the four slabs of 16."""
     if PAIRED:
         at = place[:, None] * 4 + tl.arange(0, 4)[None, :]
-        value = (-1 - column)[:, None] + tl.zeros([1, 4], tl.int32)
+        value = run_column(column)[:, None] + tl.zeros([1, 4], tl.int32)
         tl.store(columns_ptr + at, value, mask=ok[:, None])
     else:
         tl.store(columns_ptr + place, column, mask=ok)

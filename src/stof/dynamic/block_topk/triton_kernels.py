@@ -61,12 +61,12 @@ def select_blocks(
     # The k-th largest key, bit by bit, until that many are no smaller than what is known of it.
     limit = tl.full([], 0, tl.uint32)
     bit = tl.full([], 2**31, tl.uint32)
-    found = tl.sum(ok.to(tl.int32), 0)
-    while (found > k) & (bit != 0):
+    above_limit = tl.sum(ok.to(tl.int32), 0)
+    while (above_limit > k) & (bit != 0):
         trial = limit | bit
         count = tl.sum((key >= trial).to(tl.int32), 0)
         limit = tl.where(count >= k, trial, limit)
-        found = tl.where(count >= k, count, found)
+        above_limit = tl.where(count >= k, count, above_limit)
         bit = bit >> 1
     above = ok & (key > limit)
     level = ok & (key == limit)
@@ -143,11 +143,11 @@ def block_fill(
         from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
         low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
         past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
-        own = program * 2 + tile - partial_begin
-        tl.store(bitmap_ptr + tile, own)
+        bitmap = program * 2 + tile - partial_begin
+        tl.store(bitmap_ptr + tile, bitmap)
         store_columns(
-            bitmaps_ptr + own.to(tl.int64) * (BLOCK_M * 4), low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS),
-            BLOCK_M, BLOCK_N,
+            bitmaps_ptr + bitmap.to(tl.int64) * (BLOCK_M * 4),
+            low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS), BLOCK_M, BLOCK_N,
         )  # fmt: skip
     tl.debug_barrier()
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,

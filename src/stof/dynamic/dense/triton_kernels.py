@@ -60,9 +60,9 @@ def dense_classes(
     ok = (row < q_len)[:, None] & (column < kv_len)[None, :]
     count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, FORM), 0)
     rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
-    kind = tl.where(count == rows, 2, tl.where(count > 0, 1, 0))
+    column_class = tl.where(count == rows, 2, tl.where(count > 0, 1, 0))
     at = row_program.to(tl.int64) * kv_len + column
-    tl.store(classes_ptr + at, kind.to(tl.int8), mask=column < kv_len)
+    tl.store(classes_ptr + at, column_class.to(tl.int8), mask=column < kv_len)
 
 
 @triton.jit
@@ -100,12 +100,12 @@ def dense_fill(
     n_all, n_some = 0, 0
     for start in range(0, kv_len, COPY):
         column = start + tl.arange(0, COPY)
-        kind = tl.load(classes_ptr + program.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
-        all_rows = (kind == 2).to(tl.int32)
+        column_class = tl.load(classes_ptr + program.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
+        all_rows = (column_class == 2).to(tl.int32)
         rank = n_all + tl.cumsum(all_rows, 0) - 1
         in_full = (all_rows != 0) & (rank < full_room)
         tl.store(columns_ptr + full_at + rank, column, mask=in_full)
-        other = ((kind != 0) & ~in_full).to(tl.int32)
+        other = ((column_class != 0) & ~in_full).to(tl.int32)
         tl.store(columns_ptr + partial_at + n_some + tl.cumsum(other, 0) - 1, column, mask=other != 0)
         n_all += tl.sum(all_rows, 0)
         n_some += tl.sum(other, 0)

@@ -40,11 +40,11 @@ class SlashBuffers(WorkBuffers):
     """Lists for any `verticals` columns and `distances` slash distances.
 
     The list of tiles begins with shared tiles whose columns only some rows of a row block see, `chunks` a pattern; then
-    come the row blocks' own tiles, `own` for each pattern; last shared tiles whose columns all rows see,
+    come the row blocks' own tiles, `own_tiles` for each pattern; last shared tiles whose columns all rows see,
     `full_chunks` for each pattern.
 
     Attributes:
-        chunks, own, full_chunks: tiles of each part of that list, for each pattern.
+        chunks, own_tiles, full_chunks: tiles of each part of that list, for each pattern.
         slots: int32 `[R + 1]`, where the tiles of each row block begin.
         tables: int32 `[P, 7, words + 1]`, see `tables.py`.
         bad: int32 `[P]`, what is wrong with the present mask.
@@ -55,7 +55,7 @@ class SlashBuffers(WorkBuffers):
     """
 
     chunks: int
-    own: int
+    own_tiles: int
     full_chunks: int
     slots: Tensor
     tables: Tensor
@@ -79,15 +79,15 @@ class SlashBuffers(WorkBuffers):
         patterns, block_m, block_n = problem.patterns, problem.block_m, problem.block_n
         words = self.tables.shape[2] - 1
         own_base = patterns * self.chunks
-        full_base = own_base + patterns * self.own
-        side = min(_SIDE, self.chunks + self.full_chunks)
+        full_base = own_base + patterns * self.own_tiles
+        programs = min(_SIDE, self.chunks + self.full_chunks)
         stride_h = self.columns.shape[-1]
         tiles = Launch(
             fill_slash.slash_tiles,
-            patterns * side,
+            patterns * programs,
             (self.tables, work.partial_columns, work.bitmaps),
             (words, words.bit_length(), self.chunks, self.full_chunks, full_base),
-            (side, block_m, block_n),
+            (programs, block_m, block_n),
             num_warps=2,
         )
         fill = Launch(
@@ -108,13 +108,13 @@ class SlashBuffers(WorkBuffers):
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these."""
-        problem, found = self.problem, []
+        problem, refusals = self.problem, []
         # 0 * NaN is NaN, and TMA reads whole tiles: each of their columns has to be seen by a row that exists.
         if problem.q_len % BLOCK:
-            found.append(f"of vertical_slash, takes lengths of whole row blocks of {BLOCK}, not {problem.q_len}")
+            refusals.append(f"of vertical_slash, takes lengths of whole row blocks of {BLOCK}, not {problem.q_len}")
         if problem.kv_len != problem.q_len + self.offset:
-            found.append(f"of vertical_slash, takes keys up to the last query, not {problem.kv_len}")
-        return tuple(found)
+            refusals.append(f"of vertical_slash, takes keys up to the last query, not {problem.kv_len}")
+        return tuple(refusals)
 
     def hopper_serves(self, config: LayoutConfig) -> bool:
         return config == LayoutConfig(BLOCK, BLOCK)
@@ -195,13 +195,13 @@ def vertical_slash_buffers(
     chunks = -(-min(span, distances * problem.block_m) // problem.block_n)
     full_chunks = -(-min(span, distances) // problem.block_n)
     slots = torch.tensor([0, *_own_tiles(problem, verticals, distances, offset)]).cumsum(0)
-    own = int(slots[-1])
+    own_tiles = int(slots[-1])
     # A row ahead is read past the bitmaps of a row block's own tiles.
     work = empty_work(
         problem,
         device,
-        tiles=patterns * (chunks + own + full_chunks),
-        bitmaps=patterns * (chunks + own) + 1,
+        tiles=patterns * (chunks + own_tiles + full_chunks),
+        bitmaps=patterns * (chunks + own_tiles) + 1,
         shared=True,
     )
     zeros = int_zeros(device)
@@ -211,7 +211,7 @@ def vertical_slash_buffers(
         work=work,
         flags=zeros(patterns),
         chunks=chunks,
-        own=own,
+        own_tiles=own_tiles,
         full_chunks=full_chunks,
         slots=slots.to(device=device, dtype=torch.int32),
         tables=zeros(patterns, _TABLES, words + 1),

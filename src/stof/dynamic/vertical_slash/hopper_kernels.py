@@ -17,9 +17,7 @@ from stof.dynamic.block_topk.hopper_kernels import store_range
 from stof.dynamic.fill import store_columns
 from stof.dynamic.vertical_slash.tables import TABLES
 from stof.dynamic.vertical_slash.triton_kernels import seen_rows, window
-from stof.kernels.hopper.tile_lists import COMPACTED
-
-COMPACTED_AT = tl.constexpr(COMPACTED)
+from stof.kernels.triton.packed_integers import compacted_column
 
 
 @triton.jit
@@ -107,13 +105,13 @@ def slash_bitmaps(
     x = tl.arange(0, BLOCK)
     for tile in range(tl.program_id(0) % SIDE, tl.load(number_ptr + pattern), SIDE):
         first = tl.load(tiles_ptr + tile)
-        own = x < tl.load(tiles_ptr + n + tile)
+        not_shared = x < tl.load(tiles_ptr + n + tile)
         low, high = window(tables_ptr, -first - x)
         at = bitmaps_ptr + (1 + 2 * (pattern * n + tile)).to(tl.int64) * (BLOCK * 4)
-        store_columns(at, tl.where(own, low, 0), tl.where(own, high, 0), BLOCK, BLOCK)
+        store_columns(at, tl.where(not_shared, low, 0), tl.where(not_shared, high, 0), BLOCK, BLOCK)
         # One row block at most begins so near to the first key that some columns of the tile, but not all, lie before.
-        own = own & (x >= (-(first + offset) & (BLOCK - 1)))
-        store_columns(at + BLOCK * 4, tl.where(own, low, 0), tl.where(own, high, 0), BLOCK, BLOCK)
+        not_shared = not_shared & (x >= (-(first + offset) & (BLOCK - 1)))
+        store_columns(at + BLOCK * 4, tl.where(not_shared, low, 0), tl.where(not_shared, high, 0), BLOCK, BLOCK)
 
 
 @triton.jit
@@ -173,7 +171,7 @@ def slash_fill(
                 BLOCK, BLOCK,
             )  # fmt: skip
             tile = base + n_slash + start // BLOCK
-            tl.store(tiles_ptr + tile, COMPACTED_AT + start)
+            tl.store(tiles_ptr + tile, compacted_column(start))
             tl.store(tile_bitmap_ptr + tile, number)
             n_vertical += 1
     tiles = n_slash + n_vertical

@@ -39,6 +39,7 @@ from stof.kernels.triton.block_wise_kernel import (
     PARTIAL_SHIFT,
     ROW_BLOCK,
 )
+from stof.kernels.triton.packed_integers import first_count, second_count, two_counts
 
 
 @triton.jit
@@ -105,9 +106,9 @@ def slash_tiles(
         chunk = tl.where(is_some, number, number - some_tiles)
         count = tl.where(is_some, n_some, n_full)
         rank = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-        kind = tl.where(is_some, SOME, FULL)
+        table = tl.where(is_some, SOME, FULL)
         place = _place_of(
-            tables_ptr + kind * (words + 1), tables_ptr + (kind + 2) * (words + 1), tl.minimum(rank, count - 1),
+            tables_ptr + table * (words + 1), tables_ptr + (table + 2) * (words + 1), tl.minimum(rank, count - 1),
             words, steps,
         )  # fmt: skip
         d = place - SLASH_BASE
@@ -257,13 +258,13 @@ def vertical_slash_fill(
             column = tl.where(exists, column, 0)
             clean, other = _clean(tables_ptr, column, q0, rows, words, BLOCK_M)
             clean, other = clean & exists, other & exists
-            # Two sums at once: there are fewer than 2^16 columns of either kind.
-            ranks = tl.cumsum(clean.to(tl.int32) + (other.to(tl.int32) << 16), 0)
-            tl.store(clean_ptr + n_clean + (ranks & 0xFFFF) - 1, column, mask=clean)
-            tl.store(rest_ptr - (count + (ranks >> 16) - 1), column, mask=other)
+            # Two sums at once.
+            ranks = tl.cumsum(two_counts(clean.to(tl.int32), other.to(tl.int32)), 0)
+            tl.store(clean_ptr + n_clean + first_count(ranks) - 1, column, mask=clean)
+            tl.store(rest_ptr - (count + second_count(ranks) - 1), column, mask=other)
             both = tl.max(ranks, 0)  # the last one
-            n_clean += both & 0xFFFF
-            count += both >> 16
+            n_clean += first_count(both)
+            count += second_count(both)
     tl.debug_barrier()
     # Clean columns that fill no tile join the others.
     n = tl.arange(0, BLOCK_N)

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import outside_graph_pool
-from stof.runtime.private import version_of
+from stof.runtime.private import versions_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Entry:
     def is_of(self, sources: tuple[Tensor, ...]) -> bool:
         """Whether it was made of these tensors as they are, as far as PyTorch counts writes to them."""
         same = len(sources) == len(self.sources) and all(map(_is, self.sources, sources))
-        return same and self.versions == tuple(map(_version, sources)) and not self.dead
+        return same and self.versions == versions_of(sources) and not self.dead
 
 
 _entries: dict[Hashable, _Entry] = {}
@@ -79,7 +79,7 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
         return kept.folded
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return None
-    versions = tuple(map(_version, sources))
+    versions = versions_of(sources)
     made = outside_graph_pool(weight.device, lambda: _fold(weight, norm_weight))
     if made is None and (kept is None or kept.folded is not None):
         warnings.warn(
@@ -99,10 +99,6 @@ def folded(weight: Tensor, norm_weight: Tensor) -> Tensor | None:
 
 def _is(source: weakref.ref[Tensor], tensor: Tensor) -> bool:
     return source() is tensor
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else int(version_of(tensor))
 
 
 def _fold(weight: Tensor, norm_weight: Tensor) -> Tensor | None:

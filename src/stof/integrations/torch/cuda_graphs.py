@@ -22,7 +22,7 @@ from stof.integrations.torch.module_state import Attributes, Weights
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import record_streams
-from stof.runtime.private import copy_all, is_intercepted, pytree, raw_stream, version_of
+from stof.runtime.private import copy_all, is_intercepted, pytree, raw_stream, versions_of
 from stof.tuning.capture import captured
 
 # Most graphs kept. Each has buffers for its inputs and results; all share the memory of intermediate tensors.
@@ -165,14 +165,14 @@ class Recording:
                 recorder.pool = torch.cuda.graph_pool_handle()
             # Every replay copies this way: a dtype without a copy kernel fails here, before anything is recorded.
             _copy_in(self._inputs, [x for x in given if isinstance(x, Tensor)])
-            versions = _versions(self._inputs)
+            versions = versions_of(self._inputs)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries allocate workspaces for a stream on first use
                 call(*inputs[: len(args)], **named)
             torch.cuda.synchronize()
             same = all(_same(new, old) for new, old in zip(inputs, given, strict=True))
-            if not same or versions != _versions(self._inputs):  # versions also show writes of equal values
+            if not same or versions != versions_of(self._inputs):  # versions also show writes of equal values
                 raise RuntimeError("it writes to its arguments")
             try:
                 self._graph, out = captured(lambda: call(*inputs[: len(args)], **named), side, recorder.pool)
@@ -251,11 +251,6 @@ def _no_autocast_cache() -> Iterator[None]:
 
 def _records_gradients(out: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(out))
-
-
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of those that have one."""
-    return tuple(version_of(x) for x in tensors if not x.is_inference())
 
 
 def _copy_in(kept: list[Tensor], tensors: Sequence[Tensor]) -> None:

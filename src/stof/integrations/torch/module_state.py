@@ -1,10 +1,16 @@
-"""Weights, attributes, settings and hooks of a model's modules: a comparison with those of an earlier call."""
+"""Whether a model is still the one that a CUDA graph recorded: its weights, modules, attributes, settings and hooks.
+
+Objects are compared by identity, weights by address as well, and where something computed from their values is kept, by
+the number of writes that PyTorch counts. `fusion/templates/folded_weights.py` asks less, whether one kept product is of
+these two tensors at these writes, and `integrations/transformers/packing_check.py` asks nothing about changes: what it
+finds of a model's code holds for any weights.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +29,44 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 _DEPTH = 2
 
 
+class _Entries:
+    """Entries of dictionaries and lists, and the objects that they held.
+
+    References keep the objects alive, so that a replacement cannot have the same `id`. In parallel lists, `map`
+    compares all entries without a loop in Python.
+    """
+
+    def __init__(self) -> None:
+        self._holders: list[Any] = []
+        self._empty: list[Any] = []
+        self._count = -1
+        self._owners: list[Any] = []
+        self._names: list[Any] = []
+        self.values: list[Any] = []
+
+    def add(self, holder: Any, names: Iterable[Any]) -> list[Any]:
+        """Note some entries of a dictionary or list, whose length may not change; return what they hold."""
+        names = list(names)
+        values = [holder[name] for name in names]
+        (self._holders if holder else self._empty).append(holder)
+        self._count = max(self._count, 0) + len(holder)
+        self._owners += [holder] * len(names)
+        self._names += names
+        self.values += values
+        return values
+
+    def now(self) -> list[Any] | None:
+        """What they hold now, `values` itself if these are the same objects; None if there are more or fewer."""
+        if self._count != sum(map(len, self._holders)) or any(self._empty):
+            return None
+        try:
+            if all(map(operator.is_, map(operator.getitem, self._owners, self._names), self.values)):
+                return self.values
+            return list(map(operator.getitem, self._owners, self._names))
+        except (KeyError, IndexError):  # an entry was removed
+            return None
+
+
 class Attributes:
     """What the modules of a model hold besides tensors and modules: a comparison with what they held before.
 
@@ -31,60 +75,38 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # Dictionaries and lists, and three parallel lists of their entries: the holder, the name and the value.
-        self._holders: list[Any] = []
-        self._count = -1
-        self._owners: list[Any] = []
-        self._names: list[Any] = []
-        self._values: list[Any] = []
+        self._module, self._entries = module, _Entries()
 
     def changed(self) -> bool:
         """Whether they differ from those of the call before; True for the first."""
-        if self._count == sum(map(len, self._holders)) and self._same():
+        now = self._entries.now()
+        if now is self._entries.values:
             return False
-        self._look()
-        return True
-
-    def _same(self) -> bool:
-        try:
-            if all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values)):
-                return True
-            now = list(map(operator.getitem, self._owners, self._names))
-        except (KeyError, IndexError):  # an entry was removed
-            return False
-        if not all(map(_equal, now, self._values)):
-            return False
-        self._values = now
-        return True
+        if now is None or not all(map(_equal, now, self._entries.values)):
+            self._look()
+            return True
+        self._entries.values = now
+        return False
 
     def _look(self) -> None:
-        self._holders, self._owners, self._names, self._values = [], [], [], []
+        self._entries = _Entries()
         seen: set[int] = set()
         for part in self._module.modules():
             held = vars(part)
-            self._holders.append(held)
             self._add(held, [name for name in held if name not in _EVERY], seen, _DEPTH)
             for name in FORWARD_HOOKS:
                 self._into(held[name], seen, 0)
-        self._count = sum(map(len, self._holders))
 
-    def _add(self, holder: Any, names: list[Any], seen: set[int], depth: int) -> None:
-        for name in names:
-            value = holder[name]
-            self._owners.append(holder)
-            self._names.append(name)
-            self._values.append(value)
-            if depth:
-                self._into(value, seen, depth - 1)
+    def _add(self, holder: Any, names: Iterable[Any], seen: set[int], depth: int) -> None:
+        values = self._entries.add(holder, names)
+        for value in values if depth else ():
+            self._into(value, seen, depth - 1)
 
     def _into(self, value: Any, seen: set[int], depth: int) -> None:
         holder = _holder_of(value)
-        if holder is None or id(holder) in seen:
-            return
-        seen.add(id(holder))
-        self._holders.append(holder)
-        self._add(holder, list(_names_in(holder)), seen, depth)
+        if holder is not None and id(holder) not in seen:
+            seen.add(id(holder))
+            self._add(holder, _names_in(holder), seen, depth)
 
 
 def _names_in(holder: Any) -> Iterable[Any]:
@@ -114,12 +136,7 @@ class Weights:
     def __init__(self, module: nn.Module, folded_weights: bool) -> None:
         self._module, self._folded_weights = module, folded_weights
         self._parts: list[nn.Module] = []
-        self._filled: list[Mapping[str, Any]] = []
-        self._owners: list[Mapping[str, Any]] = []
-        self._names: list[str] = []
-        # References keep the objects alive, so that a replacement cannot have the same `id`.
-        self._entries: list[Any] = []
-        self._tensors: list[Tensor] = []
+        self._entries = _Entries()
         self._placed: list[Tensor] = []
         self._versioned: list[Tensor] = []
         # Memory that recordings read stays allocated, since an outdated recording may still be running.
@@ -129,13 +146,13 @@ class Weights:
 
     def changed(self) -> bool:
         """Whether they differ from those of the call before; True for the first."""
-        other = self._places is None or not self._in_place()
+        other = self._entries.now() is not self._entries.values
         if other:
             self._look()
         places = *map(operator.attrgetter("training"), self._parts), *map(Tensor.data_ptr, self._placed)
         if other or places != self._places:
             # Inference tensors have no version counter: writes to them go unnoticed.
-            self._versioned = [x for x in self._tensors if not x.is_inference()]
+            self._versioned = [x for x in self._entries.values if isinstance(x, Tensor) and not x.is_inference()]
             self._memory = [x.untyped_storage() for x in self._placed]
             other, self._places = True, places
         counts = self.versions() if self._folded_weights else ()
@@ -146,20 +163,10 @@ class Weights:
         """How often each was written to, as far as PyTorch counts that."""
         return tuple(map(version_of, self._versioned))
 
-    def _in_place(self) -> bool:
-        """Whether the modules hold what they held, and nothing else."""
-        try:
-            now = map(operator.getitem, self._owners, self._names)
-            return all(map(operator.is_, now, self._entries)) and sum(map(len, self._filled)) == len(self._entries)
-        except KeyError:  # an entry was removed
-            return False
-
     def _look(self) -> None:
         self._parts = list(self._module.modules())
-        every = [owner for part in self._parts for owner in entries_of(part)]
-        self._filled = [owner for owner in every if owner]
-        self._owners = [owner for owner in self._filled for _ in owner]
-        self._names = [name for owner in self._filled for name in owner]
-        self._entries = list(map(operator.getitem, self._owners, self._names))
-        self._tensors = [x for x in self._entries if isinstance(x, Tensor)]
-        self._placed = [x for x in self._tensors if x.layout is torch.strided]
+        self._entries = _Entries()
+        for holder in (holder for part in self._parts for holder in entries_of(part)):
+            self._entries.add(holder, holder)
+        tensors = (x for x in self._entries.values if isinstance(x, Tensor))
+        self._placed = [x for x in tensors if x.layout is torch.strided]

@@ -234,8 +234,8 @@ def _add_tall(writer: _Writer, layout: Layout, pattern: int, blocks: range, used
     keep = torch.zeros(stop_row - first_row, len(union), dtype=torch.bool, device="cpu")
     for number, block in enumerate(blocks):
         rows = slice(block * block_m - first_row, min((block + 1) * block_m, layout.q_len) - first_row)
-        own, kept = _gathered(layout, pointers[number], pointers[number + 1], rows.stop - rows.start, used)
-        keep[rows, torch.searchsorted(union, own)] = True if kept is None else kept
+        kept_columns, kept = _gathered(layout, pointers[number], pointers[number + 1], rows.stop - rows.start, used)
+        keep[rows, torch.searchsorted(union, kept_columns)] = True if kept is None else kept
     writer.add(pattern, (first_row, stop_row), *_padded(union, keep, used), merge=False)
     return True
 

@@ -58,11 +58,10 @@ from stof.kernels.hopper.tile_fetch import (
     load_work_tile,
     wait_descriptor,
 )
-from stof.kernels.hopper.tile_lists import SKIPPED_BIT
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
+from stof.kernels.triton.packed_integers import pair_bitmap_row, pair_skipped
 
 SIZE = gl.constexpr(WORK_SIZE)
-FIRST_SKIPPED_BIT = gl.constexpr(SKIPPED_BIT)
 
 
 # What the consumer warpgroups of both forward kernels read, and the fields of the first work tile.
@@ -93,8 +92,8 @@ def _bitmap_of(tile_bitmap_ptr, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 def _split_bitmap(bitmap, PAIRED: gl.constexpr):
     """Split a bitmap entry into the bitmap's number and the tiles that this warpgroup skips before it (pairs only)."""
     if PAIRED:
-        number = bitmap & (1 << FIRST_SKIPPED_BIT) - 1
-        gap = bitmap >> FIRST_SKIPPED_BIT
+        number = pair_bitmap_row(bitmap)
+        gap = pair_skipped(bitmap)
     else:
         number = bitmap
         gap = 0

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
+from stof.kernels.hopper.binding import ROWS, DeviceWork, Window, like_lse, moving_call, multiprocessors, readable
 from stof.kernels.hopper.config import RUN, ForwardConfig, blocks_per_sm, out_tile_width, padded_width, q_stages
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.prepare import PreparedTiles
-from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import TileLists
-from stof.kernels.hopper.tile_scheduler import chunk_slots, skips_empty_groups, work_list
+from stof.kernels.hopper.tile_scheduler import skips_empty_groups
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.tma_bias import copy_for_tma, empty_for_tma, tma_readable, unbroadcast
-from stof.runtime.counters import zeroed_counters
-from stof.runtime.launch import Launch, TensorMap
-from stof.runtime.memory import outside_graph_pool, refuse_capture
+from stof.runtime.launch import Launch
 from stof.runtime.pdl import supports_pdl
 
-# 128-byte swizzle, as TMA writes and wgmma reads, of elements of so many bytes.
-_SWIZZLED = {n: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * n, rank=4) for n in (1, 2)}
-# What TMA wants addresses and strides to be multiples of, in bytes.
-_ALIGNED = 16
-# Rows of Q for one warpgroup, and columns of one TMA box.
-_ROWS, _BOX = 64, 64
+# Columns of one TMA box.
+_BOX = 64
 # Registers of a thread, before warps trade them, by thread blocks on a multiprocessor: 256 threads each where there are
 # several, and 65,536 registers for all.
 _REGISTERS = {1: 0, 2: 128, 3: 80}
@@ -40,38 +31,13 @@ _WORK_PER_PROGRAM = 128
 _KEYS_PER_PROGRAM = 32
 
 
-class Window(NamedTuple):
-    """Boxes of a `[B, H, S, D]` tensor whose rows lie `step` apart: seen as `[B, H, S / step, step * row stride]`."""
-
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-
-    @staticmethod
-    def over(tensor: Tensor, rows: int, width: int, step: int = 1) -> Window:
-        batch, heads, length, dim = tensor.shape
-        stride = tensor.stride()
-        inner = dim if step == 1 else (step - 1) * stride[2] + dim
-        # A dimension of size 1 may have any stride; tensor maps want multiples of 16 bytes.
-        strides = [
-            _ALIGNED // tensor.element_size() if n == 1 else s
-            for n, s in zip(tensor.shape[:3], stride[:3], strict=True)
-        ]
-        strides[2] *= step
-        return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width])
-
-    def at(self, tensor: Tensor) -> TensorMap:
-        """These boxes of a tensor with the same shape and strides."""
-        return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED[tensor.element_size()])
-
-
 def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> BoundCall:
     """The kernel bound to tensors like these: `call(q, k, v, bias, sinks) -> (out, lse)`.
 
     Args:
         q, k, v: `[B, H, Sq, D]`, `[B, Hkv, Skv, D]`, `[B, Hkv, Skv, D]`; float16 or bfloat16, D a multiple of 8 up to
             256; a call copies what TMA cannot read (strides that are no multiples of 8, rows that are not contiguous).
-        prepared: tile lists, and stages and side of their configuration.
+        prepared: tile lists, and stages and `side` of their configuration.
         options: its bias is None, or `[B or 1, H or 1, Sq or 1, Skv]` in 16 bits (`may_be_tma_readable`), with
             contiguous tiles and rows in order; a call copies one whose tiles TMA cannot read (`tma_readable`).
 
@@ -86,7 +52,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     lists, config = prepared.lists, prepared.config
     scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     device = q.device
-    batch, heads, q_len, head_dim = q.shape
+    _, heads, q_len, head_dim = q.shape
     width = padded_width(head_dim)
     stages = q_stages(lists.block_m, width, bias is not None, bool(lists.paired))
     if head_dim != width and (lists.row_step > 1 or lists.column_step > 1):
@@ -101,8 +67,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     copied = [not readable(x) for x in (q, k, v)]
     copy_any = any(copied)
     q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
-    q_window = Window.over(q, _ROWS, width, lists.row_step)
-    out_window = Window.over(out, _ROWS, width if stages > 1 else out_tile_width(width), lists.row_step)
+    q_window = Window.over(q, ROWS, width, lists.row_step)
+    out_window = Window.over(out, ROWS, width if stages > 1 else out_tile_width(width), lists.row_step)
     # Whole tiles, or runs of columns and slabs.
     compacted = _CompactedColumns(k, v, lists, heads) if lists.compacted_keys.numel() else None
     box = (RUN, _BOX) if lists.slab and compacted is None else (lists.block_n, width)
@@ -115,22 +81,19 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         bias = empty_for_tma(bias, "meta")  # sizes and strides alone
     # One row for all queries is read again and again: TMA takes a stride of 0.
     shared = None if bias is None else unbroadcast(bias).expand(-1, -1, q_len, -1)
-    bias_window = None if shared is None else Window.over(shared, _ROWS, lists.block_n)
+    bias_window = None if shared is None else Window.over(shared, ROWS, lists.block_n)
     if compacted is not None:
         k_slab = v_slab = Window.over(compacted.like, *box)
 
-    groups = lists.block_m // _ROWS
+    groups = lists.block_m // ROWS
     processors = multiprocessors(device)
-    side = min(config.side or batch * heads, batch * heads)
     blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
-    on_cpu = work_list(lists, batch, heads, blocks, side)
-    work, count = on_cpu.to(device), len(on_cpu) - 1
-    persistent, slots = count > blocks, 0 if lists.paired else chunk_slots(on_cpu)
+    work = DeviceWork.of(lists, q, config.side, blocks, width)
     has_score_mod = softcap > 0 or scale <= 0 or bias is not None
     if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
     permuted, dynamic = lists.row_order.numel() > 0, lists.ranges.numel() > 0
-    refresh = _refresh_launch(work, lists) if dynamic else None
+    refresh = _refresh_launch(work.work_list, lists) if dynamic else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     compiled_config = ForwardConfig(
@@ -140,26 +103,27 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         slab=lists.slab,
         stages=config.num_stages,
         q_stages=stages,
-        split=slots > 0,
+        split=work.chunks > 0,
         has_score_mod=has_score_mod,
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         has_full=lists.has_full > 0,
-        persistent=persistent,
+        persistent=work.persistent,
         permuted=permuted,
         has_bias=bias is not None,
         dynamic=dynamic,
-        skip_empty=persistent and not lists.paired and skips_empty_groups(q_len, lists.block_m),
+        skip_empty=work.persistent and not lists.paired and skips_empty_groups(q_len, lists.block_m),
         paired=lists.paired > 0,
         exact_tiles=1 if has_score_mod or width > 128 else lists.exact_tiles,
     )
     ready = Launch(
         forward_kernel,
-        min(blocks, count),
-        (work, lists.tile_columns, lists.tile_bitmap, lists.bitmaps, lists.row_order if permuted else work),
+        min(blocks, work.count),
+        (work.work_list, lists.tile_columns, lists.tile_bitmap, lists.bitmaps,
+         lists.row_order if permuted else work.work_list),
         (heads, heads // k.shape[1], q_len, q_len // lists.row_step, *residues, lists.column_step,
          k.stride(2), v.stride(2), heads // (k.shape[1] if compacted is None else compacted.like.shape[1]),
-         *_own(bias),
+         *_bias_dims(bias),
          float(scale if has_score_mod else scale * math.log2(math.e)), float(softcap)),
         (compiled_config, supports_pdl(device)),
         num_warps=4,
@@ -169,11 +133,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
-    # `empty_like` of this is contiguous, and takes half as long as `empty`.
-    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
-    # Counters of chunks: `split_kv_merge.py`.
-    chunks = slots * groups
-    aligned: list[BoundCall] = []
+    lse_like = like_lse(q)
+    moved = moving_call(bind, prepared, options, device)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         result = out = torch.empty_like(q)
@@ -186,17 +147,10 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
             if bias.data_ptr() % 16:
                 bias = _moved(bias)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            if not aligned:
-                refuse_capture(device)
-            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-            if not aligned:  # making the work list takes long
-                aligned.append(
-                    outside_graph_pool(device, partial(bind, q, k, v, prepared, Options(scale, softcap, bias, sinks)))
-                )
-            out, lse = aligned[0](q, k, v, bias, sinks)
+            out, lse = moved(q, k, v, bias, sinks)
             return result.copy_(out), lse
-        lse = torch.empty_like(like_lse)
-        chunk_out, chunk_ml, counters = work_memory(chunks, width, persistent, lse, work)
+        lse = torch.empty_like(lse_like)
+        chunk_out, chunk_ml, counters = work.memory(lse)
         k_slabs, v_slabs = (k, v) if compacted is None else compacted(k, v)
         if refresh is not None:
             refresh()
@@ -205,17 +159,6 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         return (result.copy_(out) if copy_out else result), lse
 
     return call
-
-
-def work_memory(chunks: int, width: int, persistent: bool, lse: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for partial outputs of chunks, float32, their maxima and sums, and counters of work tiles and chunks.
-
-    Pointers that the kernel is compiled not to read take any tensor: `lse`, and `work` for integers.
-    """
-    if not chunks:
-        return lse, lse, zeroed_counters(1, lse.device) if persistent else work
-    scratch = torch.empty(chunks * (_ROWS * width + MAX_AND_SUM_SIZE), dtype=torch.float32, device=lse.device)
-    return scratch, scratch[chunks * _ROWS * width :], zeroed_counters(1 + chunks, lse.device)
 
 
 class _CompactedColumns:
@@ -230,14 +173,14 @@ class _CompactedColumns:
 
         batch, kv_heads, _, head_dim = k.shape
         mask_batch, mask_heads, count = lists.compacted_keys.shape
-        own = heads if mask_heads > 1 else kv_heads
-        self.like = torch.empty(batch, own, count, head_dim, dtype=k.dtype, device="meta")
+        owners = heads if mask_heads > 1 else kv_heads
+        self.like = torch.empty(batch, owners, count, head_dim, dtype=k.dtype, device="meta")
         self._gather = Launch(
             gather_columns,
-            batch * own * (count // _KEYS_PER_PROGRAM),
+            batch * owners * (count // _KEYS_PER_PROGRAM),
             (lists.compacted_keys,),
             (
-                own, own // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
+                owners, owners // kv_heads, int(mask_batch > 1) * mask_heads, int(mask_heads > 1), count, head_dim,
                 *k.stride()[:3], *v.stride()[:3],
             ),
             (_KEYS_PER_PROGRAM, 2 ** (head_dim - 1).bit_length(), supports_pdl(k.device)),
@@ -270,12 +213,7 @@ def _refresh_launch(work: Tensor, lists: TileLists) -> Launch:
     )
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; those of an H200 where there is none, for compiling and tests."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def _own(bias: Tensor | None) -> tuple[int, int]:
+def _bias_dims(bias: Tensor | None) -> tuple[int, int]:
     """Whether batch entries, and heads, have a bias of their own: 0 or 1 each."""
     if bias is None:
         return 0, 0
@@ -286,9 +224,3 @@ def _own(bias: Tensor | None) -> tuple[int, int]:
 def _moved(bias: Tensor) -> Tensor:
     """A copy with the same strides, at an address that is a multiple of 16."""
     return torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=bias.device).copy_(bias)
-
-
-def readable(x: Tensor) -> bool:
-    """Whether TMA can read these strides: rows contiguous, all other strides positive multiples of 16 bytes."""
-    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
-    return x.stride(3) == 1 and all(n == 1 or (s > 0 and s * x.element_size() % _ALIGNED == 0) for n, s in outer)

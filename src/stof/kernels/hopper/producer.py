@@ -11,11 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from stof.kernels.hopper.intrinsics import lane_number, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import BATCH, BEGIN, COLUMNS, END, HEAD, ROW_BLOCK, fetch_next, send_descriptor
-from stof.kernels.hopper.tile_lists import COMPACTED
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
+from stof.kernels.triton.packed_integers import compacted_position, is_compacted, is_run, run_column
 
 SIZE = gl.constexpr(WORK_SIZE)
-COMPACTED_AT = gl.constexpr(COMPACTED)
 # The next work tile is fetched when so many tiles of this one are left to copy. The atomic takes a microsecond, and a
 # thread block that fetches early keeps a work tile waiting while others are idle. Tiles of pairs are small: work tiles
 # of `LONG_WORK` tiles or more fetch earlier, so that the descriptor is loaded one tile before it is needed.
@@ -59,8 +58,8 @@ def _copy_tile(
 
     Args:
         at: `KvHeads` of the work tile.
-        columns: first column of each slab of the tile, one a lane. In slabs of 8 or 16, an entry `-1 - c` is a run of
-            64 columns from c. Whole tiles are of compacted columns if the first column is COMPACTED_AT or more.
+        columns: the tile's entries of `TileLists.tile_columns`, one a lane (`packed_integers.py`). Runs occur in slabs
+            of 8 or 16, compacted columns in whole tiles.
         slab_desc: tensor map of slabs, or of compacted columns.
         MORE: bytes of other copies that complete on the same barrier.
         TRANSPOSED: tiles are `[D, keys]`; whole tiles only.
@@ -75,8 +74,8 @@ def _copy_tile(
         tile = buffer.index(stage)._reinterpret(dtype, [1, 1, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 4))
         if SLAB == 0:
             tma.async_copy_global_to_shared(desc, [at.b, at.h, 0, column], bar, tile)
-        elif column >= COMPACTED_AT:
-            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, 0, column - COMPACTED_AT], bar, tile)
+        elif is_compacted(column):
+            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, 0, compacted_position(column)], bar, tile)
         else:
             tma.async_copy_global_to_shared(desc, [at.b, at.h, 0, column], bar, tile)
     elif SLAB == 0:
@@ -88,8 +87,8 @@ def _copy_tile(
     elif SLAB == BLOCK_N:
         column = shfl_idx(columns, 0)
         tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
-        if column >= COMPACTED_AT:
-            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, column - COMPACTED_AT, 0], bar, tile)
+        if is_compacted(column):
+            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, compacted_position(column), 0], bar, tile)
         else:
             tma.async_copy_global_to_shared(desc, [at.b, at.h, column, 0], bar, tile)
     else:
@@ -100,11 +99,11 @@ def _copy_tile(
         for start in gl.static_range(0, slabs, per_run):
             place = stage * (D // 64) * slabs + start
             first = shfl_idx(columns, start)
-            if first < 0:
+            if is_run(first):
                 for chunk in gl.static_range(D // 64):
                     run = run_buffer.index((place + chunk * slabs) // per_run)
                     run = run._reinterpret(dtype, [1, 1, 64, 64], tile_layout(dtype, 64, 64, 4))
-                    tma.async_copy_global_to_shared(desc, [at.b, at.h, -1 - first, chunk * 64], bar, run)
+                    tma.async_copy_global_to_shared(desc, [at.b, at.h, run_column(first), chunk * 64], bar, run)
             else:
                 # Unrolled: in a loop each iteration would wait for its own shuffle.
                 for i in gl.static_range(per_run):

@@ -12,13 +12,11 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.common import parts_of
 from stof.kernels.hopper.config import FP8_TILE, ROW_BLOCKS, RUN, SMALL_TILE
+from stof.kernels.packed_integers import compacted_column, run_column
 from stof.layout import Layout
+from stof.layout.layout import gathered_row
 from stof.layout.orders.named import by_remainder
 
-# In `TileLists.tile_bitmap` of pairs, the first bit of the number of skipped tiles; below it, the row of `bitmaps`.
-SKIPPED_BIT = 28
-# First columns from here on are this plus a position in `TileLists.compacted_keys`.
-COMPACTED = 2**30
 # Keys of a group within which the transposition of V permutes (`fp8/transpose_v.py`).
 ACROSS = 16
 # See `exact_tiles`.
@@ -75,18 +73,16 @@ class TileLists:
             the row block; `slot` of its first chunk; `chunk`; `bitmap` of the first tile. For pairs `[I, 11]`: the
             bitmaps of the first tile for both row blocks, and how many tiles each row block skips.
         item_ptr: int32 `[P + 1]` on the CPU, where the items of each pattern begin.
-        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab; `-1 - c` in all slabs of a half tile
-            whose 64 columns are consecutive from c. Without slabs `[T + 2, 1]`, the first column of the tile.
-        tile_bitmap: int32 `[T + 3]`, row of `bitmaps`. For pairs `[T + 3, 2]`: the bitmaps of the tiles that each row
-            block computes, in order from the item's first tile; bits from `SKIPPED_BIT` on count the tiles it skips
-            since the last one.
+        tile_columns: int32 `[T + 2, slabs of a tile]`, first column of each slab, or a run (`packed_integers.py`).
+            Without slabs `[T + 2, 1]`, the first column of the tile.
+        tile_bitmap: int32 `[T + 3]`, row of `bitmaps`. For pairs `[T + 3, 2]`, packed integers: the bitmaps of the
+            tiles that each row block computes, in order from the item's first tile, and how many it skips before each.
         bitmaps: int32 `[U, block_m, 4]`, for pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
         ranges: int32 `[I, 5]`, fields as `RangeFields`, for tiles that are made on the device: every call reads the
             items' tiles here, and `items` only serves to order the work list. Empty otherwise.
         compacted_keys: int32 `[mask_batch or 1, mask_heads or 1, n]`, keys that every call first copies to consecutive
-            rows, -1 for zeros; n is a multiple of block_n. A tile of them begins at `COMPACTED` plus its position in
-            the list. Empty when all tiles are of the keys themselves.
+            rows, -1 for zeros; n is a multiple of block_n. Empty when all tiles are of the keys themselves.
         block_m, block_n, q_len, kv_len: sizes of the layout.
         slab: columns of a slab; block_n where there are compacted keys; 0 where every tile is contiguous or evenly
             spaced columns of the keys themselves.
@@ -228,7 +224,7 @@ def _zeroed_columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
     seen = _seen(layout)[:, : layout.kv_len]
     keys = torch.where(seen, torch.arange(layout.kv_len, device=seen.device), -1)
     keys = torch.nn.functional.pad(keys, (0, -layout.kv_len % block_n), value=-1)
-    return COMPACTED + base[:, None], _shared(keys[layout.pattern_of.long()]), block_n, 1
+    return compacted_column(base[:, None]), _shared(keys[layout.pattern_of.long()]), block_n, 1
 
 
 def check_reads(layout: Layout, read: Tensor) -> None:
@@ -264,11 +260,11 @@ def slabs_and_reads(layout: Layout) -> tuple[Tensor, Tensor]:
     used = (slots >= 0).sum(1, keepdim=True)
     slots = slots.gather(1, torch.arange(slots.shape[1], device=slots.device) % used)
     along = torch.arange(0, layout.config.block_n, slab, device=base.device)
-    columns = torch.where(contiguous[:, None], base[:, None] + along, slots[torch.where(contiguous, 0, ~base)])
+    columns = torch.where(contiguous[:, None], base[:, None] + along, slots[gathered_row(base).clamp(min=0)])
     read = (columns[:, :, None] + torch.arange(slab, device=base.device)).flatten(1)
     halves = read.unflatten(1, (-1, RUN))
     is_run = (halves == halves[..., :1] + torch.arange(RUN, device=base.device)).all(-1)
-    coded = torch.where(is_run[..., None], -1 - halves[..., :1], columns.unflatten(1, (-1, RUN // slab)))
+    coded = torch.where(is_run[..., None], run_column(halves[..., :1]), columns.unflatten(1, (-1, RUN // slab)))
     return coded.flatten(1), read
 
 
@@ -282,8 +278,8 @@ def _compacted_columns(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         raise UnfitLayoutError("gathered tiles are not stretches of one list of columns")
     keys, begins = lists
     of_list = base < 0
-    begin = begins[~base[of_list]]
-    columns = base.masked_scatter(of_list, COMPACTED + begin)
+    begin = begins[gathered_row(base[of_list])]
+    columns = base.masked_scatter(of_list, compacted_column(begin))
     pattern = torch.div(layout.tile_row_block()[of_list], layout.row_blocks, rounding_mode="floor")
     # Behind the list are zeros, as behind the last key.
     padded = torch.where(keys < 0, layout.kv_len, keys)

@@ -89,14 +89,14 @@ _MAX_ROUNDS = 32
 
 
 @tensors_on_host()
-def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) -> Tensor:
+def work_list(lists: TileLists, batch: int, heads: int, blocks: int, heads_at_once: int) -> Tensor:
     """Return the work tiles of every batch entry and head in the order in which thread blocks take them.
 
     Args:
         lists: the mask's tile lists.
         batch, heads: sizes of the call.
         blocks: thread blocks that run at once.
-        side: heads in a group whose K and V fit the L2 cache together (`KernelConfig.side`).
+        heads_at_once: heads in a group whose K and V fit the L2 cache together (`KernelConfig.side`).
 
     Returns:
         int32 `[W + 1, WORK_SIZE]` on the CPU, fields as `WorkFields`; the last row is padding for prefetches.
@@ -115,9 +115,9 @@ def work_list(lists: TileLists, batch: int, heads: int, blocks: int, side: int) 
         # A pair takes as long as the warpgroup that skips fewer tiles.
         tiles[:, 0] += rows[:, TILE_ITEM.pair_skipped : TILE_ITEM.pair_skipped + 2].amin(1)
     cost = work_costs(rows[:, TILE_ITEM.row_block], tiles, lists)
-    # The list has one group of `side` heads after another, each with its longest work tiles first. Work tiles so long
-    # that they would run past the common end go to the front of the list, as group -1.
-    head_group = torch.div(batch_head, side, rounding_mode="floor")
+    # The list has one group of heads after another, each with its longest work tiles first. Work tiles so long that
+    # they would run past the common end go to the front of the list, as group -1.
+    head_group = torch.div(batch_head, heads_at_once, rounding_mode="floor")
     share = cost.sum() / blocks
     group_cost = torch.zeros(int(head_group.max()) + 1, dtype=cost.dtype).index_add_(0, head_group, cost)
     start = (group_cost.cumsum(0) - group_cost)[head_group] / blocks
@@ -237,8 +237,8 @@ def split_tail(tiles: Tensor, cost: Tensor, fixed: Tensor, blocks: int) -> Tenso
     if bound + merges * _MERGE_COST > max(unsplit_ends) - _MERGE_COST:
         return plain
     first = min(split)
-    others = (~late[first:]).nonzero()[:, 0] + first
-    taken = [(costs[work], work, 0, 0, int(tiles[work])) for work in others.tolist()]
+    unsplit = (~late[first:]).nonzero()[:, 0] + first
+    taken = [(costs[work], work, 0, 0, int(tiles[work])) for work in unsplit.tolist()]
     for work, tile_cost, cuts in zip(split, tile_costs, chunks, strict=True):
         bounds = itertools.pairwise(itertools.accumulate(cuts, initial=0))
         taken += [((end - begin) * tile_cost, work, chunk, begin, end) for chunk, (begin, end) in enumerate(bounds)]

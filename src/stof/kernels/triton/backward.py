@@ -109,9 +109,11 @@ def bind_backward(
 
 
 def _check(q: Tensor, k: Tensor, prepared: PreparedBackward) -> None:
-    lengths, given = (q.shape[2], k.shape[2]), (prepared.dq.rows, prepared.dkv.rows)
-    if lengths != given:
-        raise UnfitLayoutError(f"layouts for lengths {given[0]} and {given[1]} do not serve {lengths[0]}, {lengths[1]}")
+    lengths, expected = (q.shape[2], k.shape[2]), (prepared.dq.rows, prepared.dkv.rows)
+    if lengths != expected:
+        raise UnfitLayoutError(
+            f"layouts for lengths {expected[0]} and {expected[1]} do not serve {lengths[0]}, {lengths[1]}"
+        )
 
 
 def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad) -> BackwardCall:
@@ -139,12 +141,12 @@ def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad)
         out = torch.nn.functional.pad(out, (0, missing)) if missing else out
         called = scalars._replace(bias=bias, sinks=sinks, seed=seed)
         bound = bind_backward(q, k, v, out, d_out, d_lse, prepared, called, needs)
-        found = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
+        gradients = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
         dq, dk, dv = (
             x if x is None or x.shape[3] == width else x[..., :width].contiguous()
-            for x, width in zip(found[:3], (head_dim, head_dim, value_dim), strict=True)
+            for x, width in zip(gradients[:3], (head_dim, head_dim, value_dim), strict=True)
         )
-        return found._replace(q=dq, k=dk, v=dv)
+        return gradients._replace(q=dq, k=dk, v=dv)
 
     return call
 
@@ -182,15 +184,15 @@ def _bind_dq(
     tiles, config = prepared.dq, prepared.dq_config
     groups = shapes.batch * shapes.heads
     dq = empty_gradient(q)
-    side, programs = grid_of(tiles, config, groups)
+    heads_at_once, programs = grid_of(tiles, config, groups)
     launch = kernel_launch(
         dq_kernel,
         programs,
         lists_of(tiles),
         (
             *shapes.strides(q, k, v, d_out), *dq.stride()[:3], *bias_strides(options.bias), *mask_strides(tiles),
-            groups, shapes.heads, shapes.group, shapes.q_len, *shapes.widths, len(tiles.items), side, tiles.row_blocks,
-            tiles.slots, shapes.stat_size, *scales_of(options), *dropout_of(options),
+            groups, shapes.heads, shapes.group, shapes.q_len, *shapes.widths, len(tiles.items), heads_at_once,
+            tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options), *dropout_of(options),
         ),
         (
             *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
@@ -220,7 +222,7 @@ def _bind_dkv(
     tiles, config = prepared.dkv, prepared.dkv_config
     groups = shapes.batch * shapes.kv_heads
     dk, dv = empty_gradient(k), empty_gradient(v)
-    side, programs = grid_of(tiles, config, groups)
+    heads_at_once, programs = grid_of(tiles, config, groups)
     launch = kernel_launch(
         dkv_kernel,
         programs,
@@ -228,7 +230,7 @@ def _bind_dkv(
         (
             *shapes.strides(q, k, v, d_out), *dk.stride()[:3], *dv.stride()[:3], *bias_strides(options.bias),
             *mask_strides(tiles), groups, shapes.kv_heads, shapes.group, shapes.q_len, shapes.kv_len, *shapes.widths,
-            len(tiles.items), side, tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options),
+            len(tiles.items), heads_at_once, tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options),
             *dropout_of(options),
         ),
         (

@@ -88,9 +88,9 @@ def kernel_launch(
 
 
 def grid_of(tiles: BackwardTiles, config: KernelConfig, groups: int) -> tuple[int, int]:
-    """`side`, and how many programs there are."""
-    side = min(config.side or groups, groups)
-    return side, len(tiles.items) * -(-groups // side) * side
+    """`heads_at_once`, and how many programs there are."""
+    heads_at_once = min(config.side or groups, groups)
+    return heads_at_once, len(tiles.items) * -(-groups // heads_at_once) * heads_at_once
 
 
 def row_order_of(tiles: BackwardTiles) -> Tensor:

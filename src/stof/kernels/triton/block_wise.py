@@ -55,7 +55,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     block_m = max(16, work.block_m * pack)
     block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
     items = work.items.shape[1]
-    side = min(config.side or groups, groups)
+    heads_at_once = min(config.side or groups, groups)
     has_score_mod = bias is not None or softcap > 0 or scale <= 0
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
@@ -68,7 +68,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
     permuted = work.row_order.numel() > 0
     ready = Launch(
         block_wise_kernel,
-        items * -(-groups // side) * side,
+        items * -(-groups // heads_at_once) * heads_at_once,
         (
             work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
             work.full_columns, work.row_order if permuted else work.pattern_of,
@@ -77,8 +77,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
             *q.stride()[:3], *[n // unit for n in kv_strides], *out_strides, *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
             groups, heads, groups_per_batch, per_group, q_len, head_dim // unit, value_dim // unit,
-            items, side, work.chunks, work.splits, scale if has_score_mod else scale * math.log2(math.e), softcap,
-            threshold_of(options.dropout_p), scale_of(options.dropout_p),
+            items, heads_at_once, work.chunks, work.splits, scale if has_score_mod else scale * math.log2(math.e),
+            softcap, threshold_of(options.dropout_p), scale_of(options.dropout_p),
         ),
         (
             work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.dropout_mask import kept_weights, load_seed
-from stof.kernels.triton.online_softmax import LOWEST, bounded
+from stof.kernels.triton.packed_integers import asks_for_nan, nan_row_block
+from stof.kernels.triton.running_maximum import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.kernels.triton.work_list import BIAS_VECTOR, WORK_ITEM
@@ -96,8 +97,8 @@ def _step(
         if HAS_BIAS:
             if BIAS_VECTORS:
                 # Whole vectors: also columns that no row sees, whose scores are dropped.
-                whole = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
-                bias_at = tl.max_contiguous(tl.multiple_of(whole, VECTOR), VECTOR)
+                vector_columns = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
+                bias_at = tl.max_contiguous(tl.multiple_of(vector_columns, VECTOR), VECTOR)
             else:
                 bias_at = at * stride_bk
             bias = tl.load(bias_row_ptr[:, None] + bias_at[None, :], mask=row_ok[:, None], other=0.0)
@@ -204,10 +205,10 @@ def _rows(
 
 @triton.jit
 @no_type_check
-def _place(tile, own, to_shared, SHARED: tl.constexpr):
+def _place(tile, first_own, to_shared, SHARED: tl.constexpr):
     """Where a tile lies in its list: those before an item's own are shared ones."""
     if SHARED:
-        tile += tl.where(tile < own, to_shared, 0)
+        tile += tl.where(tile < first_own, to_shared, 0)
     return tile
 
 
@@ -259,7 +260,7 @@ def block_wise_kernel(
     head_dim,
     value_dim,
     items,
-    side,  # neighbouring groups that run the same item at the same time, for the L2 cache
+    heads_at_once,  # neighbouring groups that run the same item at the same time, for the L2 cache
     chunks,
     splits,
     scale,  # times log2(e) unless HAS_SCORE_MOD
@@ -280,7 +281,7 @@ def block_wise_kernel(
     FULL_GATHERED: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
-    NAN_ITEMS: tl.constexpr,  # items may ask for NaN: row block -2 - r
+    NAN_ITEMS: tl.constexpr,  # items may ask for NaN
     SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
     CONTIGUOUS_TILES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
     HAS_SCORE_MOD: tl.constexpr,
@@ -302,9 +303,9 @@ def block_wise_kernel(
     head_dim = head_dim * UNIT
     value_dim = value_dim * UNIT
     program = tl.program_id(0)
-    batch_of_groups = items * side
-    item = (program % batch_of_groups) // side
-    group = (program // batch_of_groups) * side + program % side
+    batch_of_groups = items * heads_at_once
+    item = (program % batch_of_groups) // heads_at_once
+    group = (program // batch_of_groups) * heads_at_once + program % heads_at_once
     if group >= groups:
         return
     b = group // groups_per_batch
@@ -330,8 +331,8 @@ def block_wise_kernel(
     row_block = tl.load(item_ptr + ROW_BLOCK)
     nan_or_zero = 0.0
     if NAN_ITEMS:
-        nan_or_zero = tl.where(row_block < -1, float("nan"), 0.0)
-        row_block = tl.where(row_block < -1, -2 - row_block, row_block)
+        nan_or_zero = tl.where(asks_for_nan(row_block), float("nan"), 0.0)
+        row_block = tl.where(asks_for_nan(row_block), nan_row_block(row_block), row_block)
     if row_block < 0:  # patterns have different numbers of items
         return
     partial_begin = tl.load(item_ptr + PARTIAL_BEGIN)

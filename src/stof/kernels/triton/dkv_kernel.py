@@ -161,7 +161,7 @@ def dkv_kernel(
     head_dim,  # counts UNIT elements, as value_dim
     value_dim,
     items,
-    side,  # neighbouring groups that run the same item at the same time, for the L2 cache
+    heads_at_once,  # neighbouring groups that run the same item at the same time, for the L2 cache
     row_blocks,
     slots,
     stat_size,
@@ -200,8 +200,8 @@ def dkv_kernel(
     head_dim = head_dim * UNIT
     value_dim = value_dim * UNIT
     program = tl.program_id(0)
-    item = program % (items * side) // side
-    group = program // (items * side) * side + program % side
+    item = program % (items * heads_at_once) // heads_at_once
+    group = program // (items * heads_at_once) * heads_at_once + program % heads_at_once
     if group >= groups:
         return
     b = group // kv_heads

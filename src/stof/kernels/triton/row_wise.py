@@ -40,7 +40,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: RowLists, options: Options) 
     config = prepared.config or default_config(max(head_dim, value_dim), prepared.most, q.element_size())
     row_programs = -(-q_len // config.rows)
     kv_bytes = kv_heads * kv_len * (head_dim + value_dim) * q.element_size()
-    side = heads_in_l2(batch * heads, kv_bytes // heads, L2_SHARE)
+    heads_at_once = heads_in_l2(batch * heads, kv_bytes // heads, L2_SHARE)
     bias_strides = [0, 0, 0, 0]
     if bias is not None:
         bias_strides = [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
@@ -51,7 +51,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: RowLists, options: Options) 
         (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride(), *bias_strides,
             0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
-            heads, q_len, side, row_programs,
+            heads, q_len, heads_at_once, row_programs,
             # Scores are in base 2; under a softcap the scale is inside the tanh and the base outside.
             scale / softcap if softcap else scale * LOG2E, softcap * LOG2E,
         ),

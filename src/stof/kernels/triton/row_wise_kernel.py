@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.triton.online_softmax import LOWEST, bounded
+from stof.kernels.triton.running_maximum import LOWEST, bounded
 from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -49,7 +49,7 @@ def row_wise_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     stride_bb, stride_bh, stride_bm, stride_bn,
     stride_pb, stride_ph,
-    heads, q_len, side, row_programs, scale, softcap,
+    heads, q_len, heads_at_once, row_programs, scale, softcap,
     GROUP: tl.constexpr,
     ONE_PATTERN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -65,14 +65,14 @@ def row_wise_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next_and_wait(USE_PDL)
-    # `side` heads at a time, whose K and V stay in the L2 cache together. Heads are fastest: programs that run at the
-    # same time read the same column lists.
+    # K and V of `heads_at_once` heads stay in the L2 cache together. Heads are fastest: programs that run at the same
+    # time read the same column lists.
     program = tl.program_id(0)
-    group_programs = side * row_programs
-    i_bh = program // group_programs * side + program % side
+    group_programs = heads_at_once * row_programs
+    i_bh = program // group_programs * heads_at_once + program % heads_at_once
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
-    position = program % group_programs // side * ROWS
+    position = program % group_programs // heads_at_once * ROWS
     pattern = tl.zeros([], dtype=tl.int64)
     if not ONE_PATTERN:
         pattern = tl.load(pattern_ptr + i_b * stride_pb + i_h * stride_ph).to(tl.int64)

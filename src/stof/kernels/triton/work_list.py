@@ -24,7 +24,7 @@ class WorkItemFields(NamedTuple):
     """Where a work item holds what. Tiles of both kinds are ranges [begin, end).
 
     Attributes:
-        row_block: -1 for no item, `-2 - r` where the results of row block r are NaN.
+        row_block: -1 for no item; the results may become NaN instead (`packed_integers.py`).
         parts: chunks of the row block, 1 where it is not split.
         first_chunk: slot of the row block's first chunk.
         chunk: number of this chunk.
@@ -77,7 +77,7 @@ class Work:
         splits: split row blocks of a pattern, at most.
         has_partial, has_full: whether there are tiles of that kind.
         full_runs: whether the columns of each item's full tiles follow each other, so that the first one tells all.
-        has_nan_items: whether items may hold row block `-2 - r`, which makes the results of row block r NaN.
+        has_nan_items: whether items may make the results of their row block NaN.
         shared: whether items may begin each kind with a run of tiles that several items use. These hold columns less
             the position of the item's first row. Tiles of both kinds are then rows of one list, and a partial tile's
             bitmap has its number.
@@ -178,9 +178,11 @@ def only_live_columns(columns: Tensor, live: Tensor) -> Tensor:
     one is of the same bias vector where there is any.
     """
     first = live.int().argmax(1, keepdim=True)
-    others = columns.gather(1, first)
+    kept_column = columns.gather(1, first)
     kept, near = live.unflatten(1, (-1, BIAS_VECTOR)), columns.unflatten(1, (-1, BIAS_VECTOR))
-    near = torch.where(kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), others[..., None])
+    near = torch.where(
+        kept.any(2, keepdim=True), near.gather(2, kept.int().argmax(2, keepdim=True)), kept_column[..., None]
+    )
     # clamp: a tile that keeps nothing, which no builder makes but a file may hold
     return torch.where(live, columns, near.expand_as(kept).flatten(1)).clamp(min=0)
 

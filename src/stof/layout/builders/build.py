@@ -18,7 +18,7 @@ from stof.layout.builders.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.layout.layout import Layout
+from stof.layout.layout import Layout, gathered_row
 from stof.layout.limits import check_numbers, check_tiles
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
@@ -258,7 +258,7 @@ def tile_bases(columns: Tensor, kv_len: int, config: LayoutConfig) -> tuple[Tens
         # A tile cut from the list stays one where its columns happen to be neighbours, unless it is aligned.
         contiguous &= torch.remainder(columns[:, 0], config.block_n) == 0
     slot = (~contiguous).cumsum(0) - 1
-    return torch.where(contiguous, columns[:, 0], ~slot), columns[~contiguous]
+    return torch.where(contiguous, columns[:, 0], gathered_row(slot)), columns[~contiguous]
 
 
 def deduplicate(bitmaps: Tensor) -> tuple[Tensor, Tensor]:

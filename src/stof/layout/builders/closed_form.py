@@ -57,9 +57,9 @@ class _Grid:
             if keep is None:
                 return None
             packed = bits.pack(keep)
-            whole = self._whole(tiles, packed)
-            chosen = (packed != 0).flatten(1).any(1) & ~whole
-            full.append(tiles[whole])
+            full_tiles = self._are_full(tiles, packed)
+            chosen = (packed != 0).flatten(1).any(1) & ~full_tiles
+            full.append(tiles[full_tiles])
             partial.append(tiles[chosen])
             words.append(packed[chosen])
         if not words:
@@ -70,7 +70,7 @@ class _Grid:
         shape = (0, self.config.block_m, bits.words(self.config.block_n))
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-    def _whole(self, tiles: Tensor, packed: Tensor) -> Tensor:
+    def _are_full(self, tiles: Tensor, packed: Tensor) -> Tensor:
         """Which tiles keep every row there is of every column; tiles that reach past the last key never do."""
         row = torch.div(tiles, self.columns, rounding_mode="floor") * self.config.block_m
         rows = (self.head_mask.q_len - row).clamp(max=self.config.block_m)
@@ -83,21 +83,21 @@ class _Grid:
         if self.rows * self.columns <= _ON_HOST:
             nothing, certain = self._bounds(rows.view(1, 1, -1, 1), columns, 1)
             return certain.flatten().nonzero()[:, 0], (~(nothing | certain)).flatten().nonzero()[:, 0]
-        side = _SQUARE
-        across = -(-self.columns // side)
+        square = _SQUARE
+        across = -(-self.columns // square)
         squares = []
-        for first in range(0, -(-self.rows // side), max(1, _AT_ONCE // across)):
-            some_rows = rows[: -(-self.rows // side)][first : first + max(1, _AT_ONCE // across)]
-            nothing, _ = self._bounds(some_rows.view(1, 1, -1, 1), columns[:across], side)
+        for first in range(0, -(-self.rows // square), max(1, _AT_ONCE // across)):
+            some_rows = rows[: -(-self.rows // square)][first : first + max(1, _AT_ONCE // across)]
+            nothing, _ = self._bounds(some_rows.view(1, 1, -1, 1), columns[:across], square)
             squares.append((~nothing).flatten().nonzero()[:, 0] + first * across)
         numbers = torch.cat(squares)
         everything, some = [numbers[:0]], [numbers[:0]]
-        within = torch.arange(side, device=where)
-        for number in numbers.split(max(1, _AT_ONCE // (side * side))):
+        within = torch.arange(square, device=where)
+        for number in numbers.split(max(1, _AT_ONCE // (square * square))):
             if not number.numel():  # every square is empty, and masks need not answer for no tiles
                 continue
-            row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * side + within.view(1, 1, -1, 1)
-            column = torch.remainder(number, across).view(-1, 1, 1, 1) * side + within
+            row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * square + within.view(1, 1, -1, 1)
+            column = torch.remainder(number, across).view(-1, 1, 1, 1) * square + within
             # Indices past the end are clamped to the last row or column; their results are discarded.
             exists = (row < self.rows) & (column < self.columns)
             row, column = row.clamp(max=self.rows - 1), column.clamp(max=self.columns - 1)
@@ -107,9 +107,9 @@ class _Grid:
             some.append(tile[~(nothing | certain) & exists])
         return torch.cat(everything), torch.cat(some)
 
-    def _bounds(self, row: Tensor, column: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        """Which squares of `side` tiles keep nothing, and which everything, `[T, 1, rows, columns]`."""
-        tall, wide = self.config.block_m * side, self.config.block_n * side
+    def _bounds(self, row: Tensor, column: Tensor, square: int) -> tuple[Tensor, Tensor]:
+        """Which squares, `square` tiles wide, keep nothing, and which everything, `[T, 1, rows, columns]`."""
+        tall, wide = self.config.block_m * square, self.config.block_n * square
         bounds = self.head_mask.tile_bounds(
             Range(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
             Range(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
@@ -146,11 +146,11 @@ class _Grid:
         # [rows, columns] kept scores of each tile, summed along rows first: there memory is contiguous
         count = tiled.sum(3, dtype=torch.int32).sum(1)
         rows = (self.head_mask.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
-        whole = count == rows[:, None] * block_n
-        row, column = ((count > 0) & ~whole).nonzero(as_tuple=True)
+        is_full = count == rows[:, None] * block_n
+        row, column = ((count > 0) & ~is_full).nonzero(as_tuple=True)
         step = max(1, _AT_ONCE // (block_m * block_n))
         words = [bits.pack(tiled[r, :, c]) for r, c in zip(row.split(step), column.split(step), strict=True)]
-        return whole.flatten().nonzero()[:, 0], row * self.columns + column, torch.cat(words)
+        return is_full.flatten().nonzero()[:, 0], row * self.columns + column, torch.cat(words)
 
     def assembled(self, everything: Tensor, some: Tensor, words: Tensor) -> Tiles:
         """Tiles in order: by row block, partial ones first, then by column."""

@@ -49,10 +49,10 @@ def named_order(name: str, q_len: int) -> Tensor | None:
         name: `remainder STRIDE`, or `patch HEIGHT WIDTH PATCH_HEIGHT PATCH_WIDTH`.
         q_len: number of query rows.
     """
-    kind, *numbers = name.split()
+    order_name, *numbers = name.split()
     sizes = [int(number) for number in numbers]
-    if kind == "remainder" and len(sizes) == 1:
+    if order_name == "remainder" and len(sizes) == 1:
         return by_remainder(q_len, *sizes)
-    if kind == "patch" and len(sizes) == 4:
+    if order_name == "patch" and len(sizes) == 4:
         return by_patch(*sizes) if sizes[0] * sizes[1] == q_len else None
     raise ArgumentError(f"a row order is 'remainder S' or 'patch H W PH PW', got {name!r}")

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from stof.kernels.common import empty_output
+from stof.kernels.hopper.binding import ROWS, DeviceWork, Window, like_lse, moving_call, multiprocessors, readable
 from stof.kernels.hopper.config import ForwardConfig
-from stof.kernels.hopper.forward import Window, multiprocessors, readable, work_memory
 from stof.kernels.hopper.fp8.forward_kernel import fp8_forward_kernel
 from stof.kernels.hopper.fp8.transpose_v import transpose_v
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TileLists
-from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
 from stof.kernels.implementation import BoundCall, Options
 from stof.kernels.quantization import FP8
 from stof.runtime.launch import Launch
-from stof.runtime.memory import outside_graph_pool, refuse_capture
 from stof.runtime.pdl import supports_pdl
 
-# Rows of Q for one warpgroup, and elements of a head.
-_ROWS, _WIDTH = 64, 128
+# Elements of a head.
+_WIDTH = 128
 # Stages of Q: one row block is computed, the Q of the next one is being copied.
 _Q_STAGES = 2
 # Keys whose values are transposed by one program.
@@ -37,7 +34,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     Args:
         q, k, v: `[B, H, Sq, 128]`, `[B, Hkv, Skv, 128]`, `[B, Hkv, Skv, 128]`; float8_e4m3fn. A call copies what TMA
             cannot read (strides that are no multiples of 16, rows that are not contiguous).
-        prepared: tile lists, and stages and side of their configuration.
+        prepared: tile lists, and stages and `side` of their configuration.
         options: without a bias; its scales may have any strides.
 
     Returns (the call):
@@ -49,7 +46,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     lists, config = prepared.lists, prepared.config
     scale, softcap, sinks, scales = options.scale, options.softcap, options.sinks, options.scales
     device = q.device
-    batch, heads, q_len, _ = q.shape
+    _, heads, q_len, _ = q.shape
     kv_heads = k.shape[1]
     out = empty_output(q, v)
     copy_out = not readable(out)
@@ -57,21 +54,19 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         out = out.contiguous()
     copied = [not (readable(x) and _has_words(x)) for x in (q, k, v)]
     q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
-    groups = lists.block_m // _ROWS
+    groups = lists.block_m // ROWS
     transposed = _TransposedV(k, v, scales, heads, lists)
-    q_window = Window.over(q, _ROWS, _WIDTH)
+    q_window = Window.over(q, ROWS, _WIDTH)
     k_window = Window.over(k, lists.block_n, _WIDTH)
     v_window = Window.over(transposed.like, _WIDTH, lists.block_n)
     k_compacted_window = v_compacted_window = None
     if transposed.compacted is not None:
         k_compacted_window = Window.over(transposed.compacted[0], lists.block_n, _WIDTH)
         v_compacted_window = Window.over(transposed.compacted[1], _WIDTH, lists.block_n)
-    out_window = Window.over(out, _ROWS, _WIDTH)
+    out_window = Window.over(out, ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    on_cpu = work_list(lists, batch, heads, blocks, min(config.side or batch * heads, batch * heads))
-    work, count = on_cpu.to(device), len(on_cpu) - 1
-    persistent, slots = count > blocks, chunk_slots(on_cpu)
+    work = DeviceWork.of(lists, q, config.side, blocks, _WIDTH)
     has_score_mod = softcap > 0 or scale <= 0
     compiled_config = ForwardConfig(
         groups=groups,
@@ -80,18 +75,18 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         slab=lists.slab,
         stages=config.num_stages,
         q_stages=_Q_STAGES,
-        split=slots > 0,
+        split=work.chunks > 0,
         has_score_mod=has_score_mod,
         has_softcap=softcap > 0,
         has_sinks=sinks is not None,
         has_full=lists.has_full > 0,
-        persistent=persistent,
+        persistent=work.persistent,
         transposed_v=True,
     )
     ready = Launch(
         fp8_forward_kernel,
-        min(blocks, count),
-        (work, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
+        min(blocks, work.count),
+        (work.work_list, lists.tile_columns, lists.tile_bitmap, lists.bitmaps),
         (heads, heads // kv_heads, heads // transposed.owners, q_len,
          float(scale if has_score_mod else scale * math.log2(math.e)), float(softcap)),
         (compiled_config, supports_pdl(device)),
@@ -101,11 +96,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
-    # `empty_like` of this is contiguous, and takes half as long as `empty`.
-    like_lse = torch.empty((), dtype=torch.float32, device=device).expand(batch, heads, q_len)
-    # Counters of chunks: `split_kv_merge.py`.
-    chunks = slots * groups
-    aligned: list[BoundCall] = []
+    lse_like = like_lse(q)
+    moved = moving_call(bind, prepared, options, device)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, bias: None, sinks: Tensor | None, *scales: Tensor
@@ -115,16 +107,10 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
             out = torch.empty_like(result, memory_format=torch.contiguous_format)
         q, k, v = (_tight(x) if copy else x for x, copy in zip((q, k, v), copied, strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            if not aligned:
-                refuse_capture(device)
-            q, k, v = _tight(q), _tight(k), _tight(v)
-            if not aligned:  # making the work list takes long
-                again = Options(scale, softcap, None, sinks, scales)
-                aligned.append(outside_graph_pool(device, partial(bind, q, k, v, prepared, again)))
-            found, lse = aligned[0](q, k, v, bias, sinks, *scales)
-            return result.copy_(found), lse
-        lse = torch.empty_like(like_lse)
-        chunk_out, chunk_ml, counters = work_memory(chunks, _WIDTH, persistent, lse, work)
+            out, lse = moved(q, k, v, bias, sinks, *scales)
+            return result.copy_(out), lse
+        lse = torch.empty_like(lse_like)
+        chunk_out, chunk_ml, counters = work.memory(lse)
         v_transposed, factors, k_compacted, v_compacted = transposed(k, v, scales)
         bases = (q, k, v_transposed, k_compacted, v_compacted, out)
         ready(lse, lse if sinks is None else sinks, factors, chunk_out, chunk_ml, counters, bases=bases)
@@ -153,8 +139,8 @@ class _TransposedV:
         self.compacted: tuple[Tensor, Tensor] | None = None
         if count:
             self.compacted = _meta(batch, self.owners, count, _WIDTH), _meta(batch, self.owners, _WIDTH, count)
-            own = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
-            sizes = (self.owners, self.owners // kv_heads, *own, count)
+            mask_strides = (int(mask_batch > 1) * mask_heads, int(mask_heads > 1))
+            sizes = (self.owners, self.owners // kv_heads, *mask_strides, count)
             self._transpose_compacted = _launch(k, v, scales, self.compacted[1], sizes, lists.compacted_keys, True)
 
     def __call__(self, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

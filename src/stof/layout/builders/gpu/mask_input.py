@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.layout.builders.gpu.input_kind import BYTES, PROGRAM, QUADS
+from stof.layout.builders.gpu.input_forms import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 

@@ -7,11 +7,11 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu import input_kind
+from stof.layout.builders.gpu import input_forms
 from stof.layout.builders.gpu.program import draw_blocks, program_bits, run_of_bits
 
-PROGRAM = tl.constexpr(input_kind.PROGRAM)
-QUADS = tl.constexpr(input_kind.QUADS)
+PROGRAM = tl.constexpr(input_forms.PROGRAM)
+QUADS = tl.constexpr(input_forms.QUADS)
 # Integer arguments that kernels are not specialised for.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",

@@ -1,0 +1,186 @@
+"""Constants of a device for the cost model, and the data files that hold them.
+
+`stof tune --device` measures and fits them; they lie in `device_data/`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.runtime import files
+from stof.selection.capabilities import CallSpec
+from stof.selection.kernel_choice import KernelChoice
+from stof.selection.resources import ON_HOPPER, head_dim_class
+
+# The device whose constants stand in for those of devices that were never tuned.
+DEFAULT_DEVICE = "NVIDIA H200"
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Microseconds of one kernel configuration when the machine is full.
+
+    Attributes:
+        item: fixed part of a work item.
+        partial, full: one tile of that kind.
+        merge: what an item costs more when it is a chunk of a split row block.
+        collect: each chunk that the last one to finish reads back.
+        solo: factor on all of them when few programs run.
+        start: before a thread block's first item, where blocks stay and take item after item.
+    """
+
+    item: float
+    partial: float
+    full: float
+    merge: float
+    collect: float
+    solo: float
+    start: float = 0.0
+
+    def weights(self) -> Tensor:
+        """float64 `[5]`: item, partial, full, merge, collect."""
+        return torch.tensor(
+            [self.item, self.partial, self.full, self.merge, self.collect], dtype=torch.float64, device="cpu"
+        )
+
+
+@dataclass(frozen=True)
+class BackwardTimes:
+    """Microseconds of one configuration of a backward kernel; they only rank its variants.
+
+    Attributes:
+        item: fixed part of a program.
+        partial, full: one tile of that kind.
+        chunk: what a chunk of a split row block costs more: its sums are written, and merged.
+    """
+
+    item: float
+    partial: float
+    full: float
+    chunk: float
+
+    def weights(self) -> Tensor:
+        """float64 `[4]`, in the order above."""
+        return torch.tensor([self.item, self.partial, self.full, self.chunk], dtype=torch.float64, device="cpu")
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """Constants of one device.
+
+    Attributes:
+        device: its name.
+        multiprocessors: their number.
+        shared_bytes: shared memory of a multiprocessor.
+        launch: microseconds of an empty launch.
+        bytes_per_us: memory bandwidth.
+        row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
+        kernels: by the key of `kernel_key`.
+        backward: of the backward kernels, by the key of `BackwardTile.key`.
+        stands_in_for: the device these constants are used for, where that was never tuned; else "".
+    """
+
+    device: str
+    multiprocessors: int
+    shared_bytes: int
+    launch: float
+    bytes_per_us: float
+    row_wise: tuple[float, float]
+    kernels: dict[str, KernelTimes]
+    backward: dict[str, BackwardTimes] = field(default_factory=dict)
+    stands_in_for: str = ""
+
+    def notice(self) -> str:
+        """What people are told of constants that are another device's; "" for a device that was tuned."""
+        if not self.stands_in_for:
+            return ""
+        return (
+            f"{self.stands_in_for} was never tuned, so kernels are chosen by times estimated with the constants of "
+            f"{self.device}: results are right, but a faster kernel may be passed over. `stof tune --device --output "
+            f"{_data_file(self.stands_in_for)}` measures this GPU, and later processes use what it writes"
+        )
+
+
+def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
+    """Which constants a block-wise or decode choice goes by."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
+    hopper = choice.implementation in ON_HOPPER
+    # Tiles of compacted columns are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
+    slab = None if hopper and (layout.compact_columns or kernel.paired) else layout.slab
+    # Decoding is bound by memory: its time does not depend on the number of rows.
+    rows = "" if choice.implementation == "decode" else str(layout.block_m)
+    parts = [
+        choice.implementation,
+        f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
+        f"{rows}x{layout.block_n}",
+        "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
+        f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        *(["paired"] if kernel.paired else []),
+        # The Triton kernels read permuted rows one by one. TMA reads evenly spaced rows at full speed.
+        *(["permuted"] if choice.row_order is not None and not hopper else []),
+        *(["bias"] if call.has_bias else []),
+    ]
+    return "/".join(parts)
+
+
+def load_model(device: str) -> DeviceModel:
+    """Constants of a device by its name; for one that was never tuned those of the H200, which say so."""
+    tuned = _load(_data_file(device))
+    if tuned is not None:
+        return tuned
+    default = _load(_data_file(DEFAULT_DEVICE))
+    assert default is not None
+    return replace(default, stands_in_for=device)
+
+
+def _data_file(device: str) -> Path:
+    return files.DEVICE_DATA / f"cost-model-{files.slug(device)}.json"
+
+
+@functools.cache
+def _load(path: Path) -> DeviceModel | None:
+    return model_from_dict(files.read_json(path)) if path.is_file() else None
+
+
+def model_from_dict(values: dict[str, Any]) -> DeviceModel:
+    """The model of a data file's content; one without constants of the backward kernels gets the default device's."""
+    backward = {key: BackwardTimes(**times) for key, times in values.get("backward", {}).items()}
+    if not backward:
+        default = _load(_data_file(DEFAULT_DEVICE))
+        backward = {} if default is None else default.backward
+    return DeviceModel(
+        device=values["device"],
+        multiprocessors=values["multiprocessors"],
+        shared_bytes=values["shared_bytes"],
+        launch=values["launch_us"],
+        bytes_per_us=values["bytes_per_us"],
+        row_wise=(values["row_wise"]["row_us"], values["row_wise"]["key_us"]),
+        kernels={key: KernelTimes(**times) for key, times in values["kernels"].items()},
+        backward=backward,
+    )
+
+
+def model_to_dict(model: DeviceModel) -> dict[str, Any]:
+    """What a data file holds, rounded to what was measured."""
+
+    def rounded(times: KernelTimes | BackwardTimes) -> dict[str, float]:
+        return {name: float(f"{value:.4g}") for name, value in vars(times).items()}
+
+    return {
+        "device": model.device,
+        "multiprocessors": model.multiprocessors,
+        "shared_bytes": model.shared_bytes,
+        "launch_us": model.launch,
+        "bytes_per_us": model.bytes_per_us,
+        "row_wise": {"row_us": model.row_wise[0], "key_us": model.row_wise[1]},
+        "kernels": {key: rounded(model.kernels[key]) for key in sorted(model.kernels)},
+        "backward": {key: rounded(model.backward[key]) for key in sorted(model.backward)},
+    }
