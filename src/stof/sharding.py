@@ -1,7 +1,7 @@
 """`stof.attention` of DTensors: each rank computes its batch entries and heads, under the mask of these.
 
-A sharding rule of PyTorch (`register_sharding`) cannot tell: it is kept by shapes and placements, not by the mask, and
-the operators of the ranks would be told the mask of all heads.
+A sharding rule of PyTorch (`register_sharding`) cannot do this: PyTorch keeps what it decided by shapes and placements,
+not by the mask, and gives the operators of all ranks the same mask, that of all heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_DIMS = ("batch", "heads")
+_DIMS = ("batch entries", "heads")
 
 
 class LocalCall(NamedTuple):
@@ -58,7 +58,7 @@ def local_call(
         dropout_p, scales: as for `attention`; refused.
 
     Raises:
-        DtypeError: DTensors and others among the tensors.
+        DtypeError: some tensors are DTensors, others are not.
         UnsupportedError: other placements, dropout, 8-bit tensors, and plans without a mask that can be split.
         ShapeError: a batch or heads that do not divide among their ranks.
     """
@@ -109,7 +109,7 @@ def _part(q: DTensor, k: DTensor, v: DTensor) -> tuple[tuple[int, int], tuple[in
         pieces[dim] *= ranks
         for name, size in zip("qk", (q.shape[dim], k.shape[dim]), strict=True):
             if size % pieces[dim] or not size:
-                raise ShapeError(f"{name} has {_DIMS[dim]} of {size}, which do not divide among {pieces[dim]} ranks")
+                raise ShapeError(f"{name} has {size} {_DIMS[dim]}, which do not divide among {pieces[dim]} ranks")
         parts[dim] //= ranks
         first[dim] += place * parts[dim]
     return (first[0], first[1]), (parts[0], parts[1])
@@ -148,7 +148,7 @@ def _following(x: Any, name: str, q: DTensor, dims: tuple[int | None, int | None
         dim = None if shard is None else dims[shard]
         split = dim is not None and x.shape[dim] > 1
         wanted.append(Shard(dim) if dim is not None and split else Replicate())
-        # The ranks' shares of the gradient of what they have alike are summed.
+        # Ranks that hold the same values and compute different parts have partial sums of the gradient.
         of_gradient.append(wanted[-1] if split or shard is None else Partial())
     local: Tensor = x.redistribute(placements=wanted).to_local(grad_placements=of_gradient)
     return local
@@ -168,7 +168,8 @@ def _local_mask(mask_or_plan: Any, q: DTensor, k: DTensor, first: tuple[int, int
         if mask is None or plan.is_dynamic:
             raise PlanMismatchError(
                 "the plan's mask depends on the batch entry or the head, and this rank has some of these: give the "
-                "mask in its place, for a dynamic plan call stof.attention with each rank's plan and tensors"
+                "mask in place of the plan; for a dynamic plan, call stof.attention with local tensors and a plan of "
+                "each rank"
             )
         mask_or_plan = mask
     mask = mask_of(mask_or_plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,7 @@ CELLS = (
 _OTHER = (LayoutConfig(32, 32), None), KernelConfig(num_warps=4, num_stages=2)
 # The largest error of a gradient, relative to the largest value.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
-# Rounds of placing programs by the constants of the round before.
+# Rounds of fitting, each with programs assigned to slots by the constants of the round before.
 _ROUNDS = 8
 
 
@@ -61,7 +62,7 @@ class MeasuredTile:
         kernel: "dq" or "dkv".
         tile: its sizes.
         slab, split_tiles: see `LayoutConfig` and `KernelConfig`.
-        us: GPU time, the rows' statistics included.
+        us: GPU time, that of the kernel of row statistics included; on a CPU the time of the call.
     """
 
     mask: str
@@ -172,7 +173,7 @@ def _error(gradients: Sequence[Tensor | None], expected: Sequence[Tensor | None]
         for got, want in zip(gradients, expected, strict=False)
         if got is not None and want is not None
     ]
-    return max(errors)
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def fit(rows: Sequence[MeasuredTile], base: DeviceModel) -> DeviceModel:
@@ -184,7 +185,7 @@ def fit(rows: Sequence[MeasuredTile], base: DeviceModel) -> DeviceModel:
         for _ in range(_ROUNDS):
             features = torch.stack([_load(row, base, times) / (row.us - _statistics_us(row, base)) for row in group])
             solved = nonnegative(features, torch.ones(len(group), dtype=torch.float64))
-            # Half a step: which slot ends last depends on the constants.
+            # The mean with the constants before: which slot ends last depends on them.
             item, partial, full, chunk = ((solved + times.weights()) / 2).tolist()
             # Partial and full tiles do nearly the same work. Few measurements may say otherwise, so each costs at least
             # half of the other.
@@ -209,7 +210,7 @@ def _counts(mask: str, q_len: int, kv_len: int, swap: bool, layout: LayoutConfig
 
 
 def _statistics_us(row: MeasuredTile, model: DeviceModel) -> float:
-    """The launch before, which reads the output and its gradient; less than the time of both."""
+    """Estimated time of the launches and of the kernel of row statistics, at most 90 % of what was measured."""
     shape = Shape.parse(row.shape)
     values = 2 * shape.batch * shape.heads * shape.q_len * shape.head_dim
     us = 2 * model.launch + values * getattr(torch, row.dtype).itemsize / model.bytes_per_us
@@ -226,10 +227,10 @@ def summary(rows: Sequence[MeasuredTile], model: DeviceModel) -> str:
         times = model.backward[row.key]
         return float(_load(row, model, times) @ times.weights())
 
-    shares = [min(group, key=estimate).us / min(row.us for row in group) - 1 for group in cells.values()]
-    if not shares:
+    regrets = [min(group, key=estimate).us / min(row.us for row in group) - 1 for group in cells.values()]
+    if not regrets:
         return "nothing measured"
-    return f"{len(shares)} cells: regret {statistics.mean(shares):.2%} (mean), {max(shares):.1%} (worst)"
+    return f"{len(regrets)} cells: regret {statistics.mean(regrets):.2%} (mean), {max(regrets):.1%} (worst)"
 
 
 def write(file: Path, rows: Sequence[MeasuredTile]) -> None:

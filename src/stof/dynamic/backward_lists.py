@@ -24,7 +24,7 @@ class BackwardLists:
 
     Attributes:
         dq, dkv: what the kernels read.
-        tables: what fills them, and its tensors.
+        tables: what refills them, by the kind of mask: two `LayoutFill`, or two `DenseBuffers`.
     """
 
     dq: BackwardTiles
@@ -37,7 +37,7 @@ class BackwardLists:
             yield from tensors_of(part)
 
 
-def transposed_sizes(problem: DynamicSizes, size: int) -> tuple[DynamicSizes, DynamicSizes]:
+def both_sizes(problem: DynamicSizes, size: int) -> tuple[DynamicSizes, DynamicSizes]:
     """Sizes of the mask and of the transposed mask in tiles of `size` x `size`."""
     masks = problem.mask_batch, problem.mask_heads
     return (
@@ -61,7 +61,7 @@ def empty_tiles(
     Args:
         problem: the layout's sizes.
         pattern_of, columns, tile_bitmap, bitmaps: fields of the result.
-        contiguous: whether columns of a full tile follow each other.
+        contiguous: whether the columns of a full tile are consecutive.
         last_first: whether the last row blocks, which under a causal mask have most keys, run first.
     """
     device = columns.device

@@ -15,12 +15,12 @@ from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.backward_tilings import BackwardTiling
 from stof.selection.resources import head_dim_class
 
-# No row block is split: what an update lists differs from step to step.
+# Row blocks are not split: how many tiles they have differs from update to update.
 KERNEL = KernelConfig(num_warps=4, num_stages=2)
 
 
 def tile_size(call: CallSpec) -> int:
-    """Rows and columns of tiles for which the kernels for a call hold their sums in registers."""
+    """The largest rows and columns of tiles for which the kernels hold their sums in registers."""
     size = 32 if head_dim_class(call.head_dim, call.value_dim) == 256 else 64
     return size // 2 if call.dtype == torch.float32 else size
 

@@ -1,7 +1,7 @@
 """Lists for gradients under the best key blocks of each query block.
 
 Tiles lie within blocks, so only which tiles are listed differs from step to step. What a listed tile keeps follows from
-its place: all of it or, on the diagonal of a causal mask and at the end of the columns, one of four bitmaps.
+its place: all of it or, on the diagonal of a causal mask and at the end of the columns, one of three bitmaps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists, empty_tiles, store_counts, transposed_sizes
+from stof.dynamic.backward_lists import BackwardLists, both_sizes, empty_tiles, store_counts
 from stof.dynamic.sizes import DynamicSizes, int_zeros
+from stof.errors import ArgumentError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.triton.backward_tiles import BackwardTiles
 from stof.layout import bitmaps as bits
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # Kinds of tiles: not listed, full, and partial with bitmap `kind - FIRST_BITMAP`.
 NOT_LISTED, FULL, FIRST_BITMAP = 0, 1, 2
-# Tiles looked at once.
+# Tiles that `list_tiles` looks at in one step.
 _COPY = 64
 
 
@@ -45,17 +46,25 @@ class LayoutFill:
 def block_backward_lists(
     problem: DynamicSizes, pattern_of: Tensor, blocks: int, block_size: int, causal: bool, size: int
 ) -> BackwardLists:
-    """Lists with room for a number of blocks.
+    """Lists without tiles, with room for those of `blocks` blocks.
 
     Args:
         problem: sizes of the attention.
         pattern_of: see `BackwardTiles`, on the lists' device.
-        blocks: how many are chosen at most.
+        blocks: how many are chosen at most, by all query blocks of all patterns.
         block_size, causal: of the mask.
-        size: rows and columns of a tile, which divide `block_size`.
+        size: rows and columns of a tile; a divisor of `block_size`.
+
+    Raises:
+        ArgumentError: more tiles than 32-bit offsets reach.
     """
-    sizes, transposed = transposed_sizes(problem, size)
+    sizes, transposed = both_sizes(problem, size)
     tiles = blocks * (block_size // size) ** 2
+    if (tiles + 2) * size >= 2**31:
+        raise ArgumentError(
+            f"gradients under this plan need {tiles} tiles of {size} columns, more than a plan can hold; choose fewer "
+            "blocks, or make a plan for fewer batch entries or heads"
+        )
     dq = _lists(sizes, pattern_of, tiles, causal, transposed=False)
     dkv = _lists(transposed, pattern_of, tiles, causal, transposed=True)
     return BackwardLists(dq[0], dkv[0], (dq[1], dkv[1]))
@@ -115,15 +124,16 @@ def tile_kinds(problem: DynamicSizes, causal: bool, transposed: bool) -> tuple[T
     """What square tiles keep if their blocks are taken.
 
     Returns:
-        `LayoutFill.kinds` and `LayoutFill.last_column`, and the bitmaps, bool `[4, size, size]`: everything, columns
-        that exist, the causal mask on the diagonal, and both.
+        `LayoutFill.kinds` and `LayoutFill.last_column`, and the bitmaps, bool `[3, size, size]`: columns that exist,
+        the causal mask on the diagonal, and both.
     """
     size, rows, columns = problem.block_m, problem.q_len, problem.kv_len
     row, column = torch.arange(-(-rows // size))[:, None], torch.arange(-(-columns // size))[None, :]
     at_end = ((column + 1) * size > columns).expand(len(row), -1)
     on_diagonal = (row == column) & causal
-    partial = at_end | on_diagonal
-    kinds = torch.where(partial, FIRST_BITMAP + at_end.int() + 2 * on_diagonal.int(), FULL)
+    # Bitmaps 0 to 2: the tile is at the end, on the diagonal, or both.
+    bitmap = at_end.int() + 2 * on_diagonal.int() - 1
+    kinds = torch.where(bitmap >= 0, FIRST_BITMAP + bitmap, FULL)
     last_column = torch.full((len(row),), columns - 1)
     if causal:
         kinds = kinds.masked_fill(column < row if transposed else column > row, NOT_LISTED)
@@ -132,6 +142,5 @@ def tile_kinds(problem: DynamicSizes, causal: bool, transposed: bool) -> tuple[T
     i = torch.arange(size)
     exists = (i < columns % size).expand(size, size)
     diagonal = i[None, :] >= i[:, None] if transposed else i[None, :] <= i[:, None]
-    everything = torch.ones(size, size, dtype=torch.bool)
-    keep = torch.stack([everything, exists, diagonal, diagonal & exists])
+    keep = torch.stack([exists, diagonal, diagonal & exists])
     return kinds.to(torch.int8), last_column.int(), keep

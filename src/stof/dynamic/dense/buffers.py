@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists, empty_tiles, store_counts, transposed_sizes
+from stof.dynamic.backward_lists import BackwardLists, both_sizes, empty_tiles, store_counts
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.runtime.cache_keys import with_stable_key
@@ -33,7 +33,7 @@ class DenseBuffers(WorkBuffers):
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
-        both = [dense_buffers(sizes, self.density, self.flags) for sizes in transposed_sizes(self.problem, size)]
+        both = [dense_buffers(sizes, self.density, self.flags) for sizes in both_sizes(self.problem, size)]
         dq, dkv = (
             empty_tiles(
                 part.problem, part.work.pattern_of, part.work.partial_columns, part.work.partial_bitmap,
