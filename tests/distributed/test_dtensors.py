@@ -157,9 +157,9 @@ def check_refusals(rank: int) -> None:
     refuse(UnsupportedError, "takes no dropout_p", q, k, v, dropout_p=0.5)
     one_head = (plain[0], plain[1][:, :1], plain[2][:, :1])
     sizes = [distribute_tensor(x, mesh, (Replicate(), Shard(1))) for x in one_head]
-    refuse(ShapeError, "k has heads of 1, which do not divide among 2 ranks", *sizes)
+    refuse(ShapeError, "k has 1 heads, which do not divide among 2 ranks", *sizes)
     three = [distribute_tensor(x[:3], mesh, (Replicate(), Shard(0))) for x in plain]
-    refuse(ShapeError, "q has batch of 3, which do not divide among 2", *three)
+    refuse(ShapeError, "q has 3 batch entries, which do not divide among 2", *three)
     refuse(ShapeError, "number of heads of 4, the inputs have 8", q, k, v, bools(HEADS // 2, LENGTH, LENGTH))
     other = distribute_tensor(bools(HEADS // 2, LENGTH, LENGTH), mesh, (Replicate(), Shard(0)))
     refuse(ShapeError, "a mask is a bool tensor of up to", q, k, v, other)
