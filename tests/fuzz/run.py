@@ -91,6 +91,8 @@ def _refusal_within(error: BaseException | None) -> str:
         if isinstance(error, StofError):
             return type(error).__name__
         text = str(error)
+        if "graph_break" in text and "compiled code" in text:
+            return "a broken graph"
         for name in vars(stof.errors):
             if name.endswith("Error") and f"{name}(" in text and type(error).__module__.startswith("torch."):
                 return name

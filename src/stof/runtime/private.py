@@ -179,7 +179,7 @@ def break_graph(reason: str) -> None:
     `torch._dynamo.graph_break`, which PyTorch documents under this name. Without it, compiled code could not be told
     why it cannot hold a mask function.
     """
-    torch._dynamo.graph_break(reason)
+    torch._dynamo.graph_break(msg=reason)
 
 
 def is_traced(tensor: Any) -> bool:
