@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stof
 from stof import masks
-from stof.errors import UnsupportedError
+from stof.errors import MaskError, UnsupportedError
 from stof.runtime.private import is_intercepted, is_plain
 from stof.testing import make_inputs
 
@@ -42,6 +43,10 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **kwargs or {})
+
+
+class Subclass(Tensor):
+    """PyTorch's own tensor by another name."""
 
 
 class Attention(nn.Module):
@@ -112,6 +117,38 @@ def test_modes_take_the_operator(context: Callable[[], AbstractContextManager[An
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # of profilers
+@pytest.mark.parametrize("how", ["function", "mask", "tensor"])
+@pytest.mark.parametrize("wrap", [lambda x: x.as_subclass(Subclass), lambda x: TwoTensor(x, x)])
+def test_gradients_of_subclasses_are_under_the_mask_of_the_call(wrap: Callable[[Tensor], Tensor], how: str) -> None:
+    keep = masks.sliding_window(3, 0).to_dense(32)[0, 0]
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return keep[q, kv]
+
+    results = []
+    for mask in ({"function": fn, "mask": masks.from_function(fn), "tensor": keep}[how], masks.sliding_window(3, 0)):
+        q, k, v = (wrap(x.clone()).requires_grad_() for x in (Q, K, V))
+        out = stof.attention(q, k, v, mask)
+        if mask is not keep:
+            del mask
+        keep.data.fill_(True)
+        results.append(torch.autograd.grad(out.sin().sum(), (q, k, v)))
+    for one, other in zip(*results, strict=True):
+        assert bool(torch.isclose(one, other).all())
+
+
+def test_graphs_of_make_fx_read_bool_tensors() -> None:
+    graph = make_fx(lambda q, keep: stof.attention(q, K, V, keep))(Q, torch.ones(32, 32).tril().bool())
+    for keep in (torch.ones(32, 32).triu().bool(), torch.eye(32).bool()):
+        assert torch.equal(graph(Q, keep), stof.attention(Q, K, V, keep))
+
+
+def test_masks_that_wrap_other_tensors_are_refused() -> None:
+    keep = torch.ones(32, 32).bool()
+    with pytest.raises(MaskError, match="got a TwoTensor one"):
+        stof.attention(Q, K, V, TwoTensor(keep, keep))
+
+
 def test_what_changes_no_operator_is_plain() -> None:
     with torch.no_grad():
         assert is_plain(Q)

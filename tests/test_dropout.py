@@ -206,9 +206,6 @@ def test_refusals() -> None:
     for name in ("batched", "row_wise", "hopper"):
         with pytest.raises(ArgumentError, match="no dropout"):
             stof.attention(q, k, v, MASK, dropout_p=P, implementation=name)
-    plan = stof.dynamic_plan(masks.block_topk(torch.randn(1, 1, 1, 1), 1, block_size=64), Q_LEN, KV_LEN)
-    with pytest.raises(UnsupportedError, match="dynamic plan has no gradients"):
-        stof.attention(*(x.detach() for x in (q, k, v)), plan, dropout_p=P)
     narrow, scales = zip(*[stof.quantise_heads(x.detach().float()) for x in (q, k, v)], strict=True)
     with pytest.raises(UnsupportedError, match="8-bit tensors have no gradients"):
         stof.attention(*narrow, MASK, scales=scales, dropout_p=P)

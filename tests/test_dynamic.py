@@ -15,9 +15,10 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.dynamic.block_topk.buffers import block_buffers
-from stof.dynamic.buffers import OVERFLOW, DynamicSizes, WorkBuffers
+from stof.dynamic.buffers import OVERFLOW, WorkBuffers
 from stof.dynamic.dense import buffers as runtime
 from stof.dynamic.mask_buffers import core_of, fill_buffers
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.dynamic.vertical_slash.buffers import vertical_slash_buffers
 from stof.errors import (
     ArgumentError,
@@ -73,9 +74,7 @@ def ascending(draw: st.DrawFn, leading: tuple[int, ...], most: int, limit: int) 
 def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None, block: int = BLOCK) -> WorkBuffers:
     """As `stof.dynamic.mask_buffers.make_buffers`, with small tiles."""
     core, offset = core_of(mask)
-    problem = DynamicSizes(
-        q_len, kv_len, block, block, *mask.dims(1, 1) if mask.heads == 1 else (mask.batch, mask.heads)
-    )
+    problem = DynamicSizes(q_len, kv_len, block, block, mask.batch, mask.heads)
     if isinstance(core, VerticalSlash):
         vertical, slash = core.tensors()
         buffers = vertical_slash_buffers(problem, vertical.shape[-1], slash.shape[-1], offset, DEVICE)
@@ -85,7 +84,7 @@ def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None
         chosen = block_buffers(problem, core.k, core.block_size, core.causal, DEVICE)
         chosen.use_work(captured=False)
         return chosen
-    return runtime.dense_buffers(problem, density, DEVICE)
+    return runtime.dense_buffers(problem, density, int_zeros(DEVICE)(problem.patterns))
 
 
 def assert_exact(mask: Mask, q_len: int, kv_len: int, buffers: WorkBuffers) -> None:
@@ -337,18 +336,25 @@ def test_plans_take_one_kind_of_mask() -> None:
         stof.dynamic_plan(example("dense"), 90, heads=2, density=0.0)
 
 
+def run_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans whose lists are set run Triton's kernels, and find one stream and no capture."""
+    block_wise = IMPLEMENTATIONS["block_wise"]
+    assert block_wise.backward is not None
+    anywhere = replace(block_wise.capabilities, devices=())
+    backward = replace(block_wise.backward, capabilities=replace(block_wise.backward.capabilities, devices=()))
+    monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere, backward=backward))
+    monkeypatch.setattr("stof.dynamic.plan.shared_memory_limit", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    one_stream(monkeypatch)
+
+
 @pytest.mark.sampled(5)
 @IN_INTERPRETER
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed lists, one kept call, updates in place, and what `check` says; the kernels in Triton's interpreter."""
-    block_wise = IMPLEMENTATIONS["block_wise"]
-    anywhere = replace(block_wise.capabilities, devices=())
-    monkeypatch.setitem(IMPLEMENTATIONS, "block_wise", replace(block_wise, capabilities=anywhere))
-    monkeypatch.setattr("stof.dynamic.plan.shared_memory_limit", lambda device: 2**20)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    one_stream(monkeypatch)
+    run_as_on_a_gpu(monkeypatch)
     plan = stof.dynamic_plan(example(kind), 90, heads=2)
     plan._buffers = buffers_of(example(kind), 90, 90)
     q, k, v = make_inputs(heads=2, q_len=90, kv_len=90, head_dim=16).qkv

@@ -153,9 +153,23 @@ def test_the_backward_pass_is_under_the_mask_of_the_call(how: str) -> None:
     assert_equal(gradients, expected(q, k, v, later, torch.ones_like(out)))
 
 
+@pytest.mark.parametrize("flag", ["_is_compiling_flag", "_is_exporting_flag"])
+@pytest.mark.parametrize("how", ["function", "mask", "tensor"])
+def test_calls_while_another_thread_compiles_or_exports(how: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's flags are those of the process; without gradients too."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    monkeypatch.setattr(torch.compiler, flag, True)
+    test_the_backward_pass_is_under_the_mask_of_the_call(how)
+    q, k, v = (x.detach() for x in inputs())
+    mask = {"function": lambda b, h, q, kv: q >= kv, "mask": masks.causal(), "tensor": torch.ones(Q_LEN, KV_LEN).tril()}
+    given = mask[how].bool() if how == "tensor" else mask[how]
+    assert torch.equal(stof.attention(q, k, v, given), stof.attention(q, k, v, masks.causal()))
+
+
 @pytest.mark.parametrize("how", ["mask", "from_dense", "plan", "tensor"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(how: str, backend: str) -> None:
+    torch.compiler.reset()  # the limit of recompilations counts those of other cases
     mask = GIVEN[how]()
     compiled = torch.compile(lambda q, k, v, m: stof.attention(q, k, v, m) * 2, fullgraph=True, backend=backend)
     q, k, v = inputs()
@@ -166,13 +180,41 @@ def test_compiled(how: str, backend: str) -> None:
         assert_equal(gradients, expected(q, k, v, MASK, torch.full_like(out, 2.0)))
 
 
-def test_compiled_code_refuses_functions_with_state() -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_bool_tensors_that_are_written_to_before_a_compiled_backward_pass(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, m: stof.attention(q, k, v, m), fullgraph=True, backend=backend)
+    q, k, v = inputs()
+    writes: list[Callable[[Tensor], object]] = [
+        lambda keep: keep.fill_(True),
+        lambda keep: keep.data.fill_(True),
+        lambda keep: keep.numpy().fill(True),
+        lambda keep: setattr(keep, "data", torch.ones_like(keep)),
+    ]
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # its key does not cover STOF's code
+        for write in writes:
+            keep = MASK.to_dense(q.shape[2], k.shape[2])
+            out = compiled(q, k, v, keep)
+            write(keep)
+            gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            assert_equal(gradients, expected(q, k, v, MASK, torch.ones_like(out)))
+
+
+def test_compiled_code_and_functions_with_state() -> None:
+    """It leaves differentiated calls to Python, which `fullgraph=True` refuses: backward passes read nothing again."""
     width = torch.tensor(3)
     mask = masks.from_function(lambda b, h, q, kv: (q - kv < width) & (q >= kv))
     q, k, v = inputs()
-    compiled = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask & masks.causal()), backend="aot_eager")
+    for now in (3, 1, 4):
+        width.fill_(now)
+        out = compiled(q, k, v)
+        width.fill_(9)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert_equal(gradients, expected(q, k, v, masks.sliding_window(now - 1, 0), torch.ones_like(out)))
+    whole = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="what may change"):
-        compiled(q, k, v)
+        whole(q, k, v)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
@@ -252,9 +294,6 @@ def test_refusals() -> None:
     (gradient,) = torch.autograd.grad(stof.attention(q, k, v, MASK).sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         torch.autograd.grad(gradient.sum(), k)
-    plan = stof.dynamic_plan(masks.block_topk(torch.randn(1, 1, 1, 1), 1, block_size=64), Q_LEN, KV_LEN)
-    with pytest.raises(UnsupportedError, match="dynamic plan"):
-        stof.attention(q, k, v, plan)
     with pytest.raises(UnsupportedError, match="differentiates"):
         torch.func.grad(lambda q: stof.attention(q, k, v, MASK).sum())(q)
 

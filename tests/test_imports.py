@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handles",),
     ("dispatch",),
     ("operators",),
-    ("flop_formula",),
+    ("flop_formula", "sharding"),
     ("attention",),
     ("fusion", "drawing", "unpadding"),
     ("integrations", "distributed"),

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stof
 from benchmarks.peers.mask_formats import mask_mod
+from benchmarks.peers.wheels import Attend, cudnn_flex_with_gradients, flash4_with_gradients
 from stof.kernels.torch.reference import reference_backward
-from stof.masks import Mask
+from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
 
-PEERS = ("stof", "sdpa", "flex")
 # The largest error of a gradient, relative to the largest value, by bytes of an element.
 _TOLERANCE = {2: 3e-2, 4: 1e-3, 8: 1e-10}
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,32 +67,33 @@ def backward_rows(
 def _cell(
     named: GridMask, shape: Shape, impls: Sequence[str], device: torch.device, dtype: torch.dtype, rounds: int
 ) -> Iterator[BackwardRow]:
-    torch.manual_seed(0)
-    sizes = ((shape.heads, shape.q_len), (shape.kv_heads, shape.kv_len), (shape.kv_heads, shape.kv_len))
-    q, k, v = (
-        torch.randn(shape.batch, *size, shape.head_dim, device=device, dtype=dtype).requires_grad_() for size in sizes
-    )
-    d_out = torch.randn(shape.batch, shape.heads, shape.q_len, shape.head_dim, device=device, dtype=dtype)
+    problem = AttentionProblem.draw(named, shape, device, dtype)
+    d_out = torch.randn(problem.q.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
     row = partial(BackwardRow, named.name, str(shape), str(dtype).removeprefix("torch."))
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     deterministic: dict[str, bool] = {}
     for impl in impls:
+        way = WAYS[impl]
+        # Each gets heads and sequence in the order that it takes, contiguous.
+        *inputs, grad = (
+            x.transpose(1, 2).contiguous() if way.sequence_major else x
+            for x in (problem.q, problem.k, problem.v, d_out)
+        )
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
         try:
-            attend = _WAYS[impl](named.mask(shape.q_len), named, shape, device)
+            attend = way.prepare(problem)
             out = attend(q, k, v)
-            gradients, again = (
-                torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True) for _ in range(2)
-            )  # fmt: skip
-            error = _error(gradients, q, k, v, d_out, named, shape)
+            gradients, again = (torch.autograd.grad(out, (q, k, v), grad, retain_graph=True) for _ in range(2))
+            error = _error([x.transpose(1, 2) if way.sequence_major else x for x in gradients], d_out, problem)
             if not error <= _TOLERANCE[q.itemsize]:
                 raise ValueError(f"wrong: a gradient is off by {error:.2g} of the largest")
-        except Exception as problem:  # a peer may refuse, or run out of memory: a row of the table
-            yield row(impl, "both", None, note=f"{type(problem).__name__}: {problem}".splitlines()[0])
+        except Exception as failure:  # a peer may refuse, or run out of memory: a row of the table
+            yield row(impl, "both", None, note=f"{type(failure).__name__}: {failure}".splitlines()[0])
             continue
         deterministic[impl] = all(map(torch.equal, gradients, again))
         calls[impl, "forward"] = partial(_forward, attend, q, k, v)
-        calls[impl, "backward"] = partial(torch.autograd.grad, out, (q, k, v), d_out, retain_graph=True)
-        calls[impl, "both"] = partial(_both, attend, q, k, v, d_out)
+        calls[impl, "backward"] = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
+        calls[impl, "both"] = partial(_both, attend, q, k, v, grad)
     times = time_calls({"|".join(key): call for key, call in calls.items()}, device, rounds=rounds)
     for impl, passes in calls:
         time = times[f"{impl}|{passes}"]
@@ -110,16 +110,15 @@ def _both(attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> obj
     return torch.autograd.grad(attend(q, k, v), (q, k, v), d_out)
 
 
-def _error(
-    gradients: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, named: GridMask, shape: Shape
-) -> float:
+def _error(gradients: Sequence[Tensor], d_out: Tensor, problem: AttentionProblem) -> float:
     """The largest error among the gradients of the first key head of the first sequence, whose memory is bounded."""
+    shape = problem.shape
     group = shape.heads // shape.kv_heads
     heads = (slice(0, group), slice(0, 1), slice(0, 1))
-    first_q, first_k, first_v = (x.detach()[:1, part].double() for x, part in zip((q, k, v), heads, strict=True))
-    keep = named.dense(shape, q.device)[:1, :group]
+    inputs = (problem.q, problem.k, problem.v)
+    q, k, v = (x[:1, part].double() for x, part in zip(inputs, heads, strict=True))
     expected = reference_backward(
-        first_q, first_k, first_v, d_out[:1, :group].double(), keep, scale=shape.head_dim**-0.5
+        q, k, v, d_out[:1, :group].double(), problem.keep[:1, :group], scale=shape.head_dim**-0.5
     )
     errors = []
     for gradient, part, wanted in zip(gradients, heads, expected, strict=False):
@@ -128,33 +127,62 @@ def _error(
     return max(errors)
 
 
-def _stof(mask: Mask, named: GridMask, shape: Shape, device: torch.device) -> Attend:
-    plan = stof.plan(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device=device)
+def _stof(problem: AttentionProblem) -> Attend:
+    shape = problem.shape
+    plan = stof.plan(
+        problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads,
+        device=problem.device,
+    )  # fmt: skip
     return lambda q, k, v: stof.attention(q, k, v, plan)
 
 
-def _sdpa(mask: Mask, named: GridMask, shape: Shape, device: torch.device) -> Attend:
-    grouped = shape.heads != shape.kv_heads
+def _sdpa(problem: AttentionProblem, backend: SDPBackend | None = None) -> Attend:
+    named, shape = problem.grid_mask, problem.shape
+    arguments: dict[str, Any] = {"enable_gqa": problem.grouped}
     if named.unmasked or (named.causal and shape.q_len == shape.kv_len):
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=named.causal, enable_gqa=grouped)
-    keep = named.dense(shape, device)
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=grouped)
+        arguments["is_causal"] = named.causal
+    else:
+        arguments["attn_mask"] = problem.keep
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    return attend
 
 
-def _flex(mask: Mask, named: GridMask, shape: Shape, device: torch.device) -> Attend:
+def _flex(problem: AttentionProblem) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 1024
+    lengths, device = (problem.shape.q_len, problem.shape.kv_len), problem.device
     block_mask = create_block_mask(
-        mask_mod(named, shape.q_len, shape.kv_len, device), None, None, shape.q_len, shape.kv_len, device=device.type
+        mask_mod(problem.grid_mask, *lengths, device), None, None, *lengths, device=device.type
     )
-    grouped: dict[str, Any] = {"enable_gqa": shape.heads != shape.kv_heads, "block_mask": block_mask}
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, **grouped)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, enable_gqa=problem.grouped, block_mask=block_mask)
 
 
-_WAYS: dict[str, Callable[[Mask, GridMask, Shape, torch.device], Attend]] = {
-    "stof": _stof,
-    "sdpa": _sdpa,
-    "flex": _flex,
+@dataclass(frozen=True)
+class Way:
+    """One implementation under test.
+
+    Attributes:
+        prepare: whatever is done once for a mask and shape; returns what is timed.
+        sequence_major: whether tensors are `[B, S, H, D]` instead of `[B, H, S, D]`.
+    """
+
+    prepare: Callable[[AttentionProblem], Attend]
+    sequence_major: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "stof": Way(_stof),
+    "sdpa": Way(_sdpa),
+    "flex": Way(_flex),
+    "cudnn": Way(partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
+    "flash-4": Way(flash4_with_gradients, sequence_major=True),
+    "flash-4-deterministic": Way(partial(flash4_with_gradients, deterministic=True), sequence_major=True),
+    "cudnn-flex": Way(cudnn_flex_with_gradients, sequence_major=True),
+    "cudnn-flex-deterministic": Way(partial(cudnn_flex_with_gradients, deterministic=True), sequence_major=True),
 }

@@ -170,7 +170,9 @@ def launch(
 def backward(
     masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
     shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
-    impls: Annotated[str, typer.Option(help="stof, sdpa and flex, separated by spaces; default by device.")] = "",
+    impls: Annotated[
+        str, typer.Option(help="Implementations separated by spaces; default: all, on a CPU stof and sdpa.")
+    ] = "",
     dtype: _Dtype = "",
     device: _Device = "",
     rounds: _Rounds = 5,
@@ -181,14 +183,14 @@ def backward(
 
     from rich.table import Table
 
-    from benchmarks.attention.backward import PEERS, backward_rows
+    from benchmarks.attention.backward import WAYS, backward_rows
     from benchmarks.results_io import provenance, write_json
     from stof.testing.mask_grid import Shape, grid_mask
     from stof.tuning.machine import device_name
 
     must_be_writable(output)
     where, precision = _place(device, dtype)
-    chosen = names("--impls", impls or ("stof sdpa" if where.type == "cpu" else " ".join(PEERS)), PEERS)
+    chosen = names("--impls", impls or ("stof sdpa" if where.type == "cpu" else " ".join(WAYS)), WAYS)
     wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
     table = Table(
         "mask", "shape", "implementation", "pass", "us", "host us", title=f"Gradients on {device_name(where)}"

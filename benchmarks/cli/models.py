@@ -30,7 +30,7 @@ _CASES = (
     "bert,1,128,full bert,8,512,bigbird bert,1,4096,bigbird gpt2,8,1024,window+sinks llama,1,4096,window+sinks "
     "llama,1,16384,window+sinks"
 )
-_TRAINED = "bert-large,16,512,bigbird bert-large,4,4096,longformer gpt2,8,1024,window+sinks llama,1,8192,window+sinks"
+_TRAINED = "bert-large,16,512,documents llama,1,8192,window+sinks modernbert,8,2048,full vit,8,1025,neighborhood"
 
 
 def models(

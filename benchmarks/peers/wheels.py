@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +19,9 @@ from benchmarks.failures import first_line
 from benchmarks.peers.interface import Call, Peer
 from benchmarks.peers.mask_formats import block_lists, intervals
 from stof.testing.attention_check import AttentionProblem
+
+# A call on q, k and v, differentiable.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @cache
@@ -110,25 +114,61 @@ def _prepare_flash4(problem: AttentionProblem, block: tuple[int, int] = (128, 12
     return call
 
 
+def flash4_with_gradients(problem: AttentionProblem, deterministic: bool = False) -> Attend:
+    """FlashAttention-4 on `[B, S, H, D]`, in blocks of 128 x 128 where it has no window for the mask."""
+    attend = importlib.import_module("flash_attn.cute.interface").flash_attn_func
+    block = (128, 128)
+    arguments = _flash4_arguments(problem, block)
+    if "block_sparse_tensors" in arguments:
+        sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
+        # The backward pass reads the lists of each block of keys.
+        lists = block_lists(problem.keep[0, 0].T, *block[::-1])
+        arguments["block_sparse_tensors_bwd"] = sparsity.BlockSparseTensorsTorch(
+            mask_block_cnt=lists.partial_count[None, None],
+            mask_block_idx=lists.partial_index[None, None],
+            full_block_cnt=lists.full_count[None, None],
+            full_block_idx=lists.full_index[None, None],
+            block_size=block,
+        )
+    return lambda q, k, v: attend(q, k, v, deterministic=deterministic, **arguments)[0]
+
+
+def cudnn_flex_with_gradients(problem: AttentionProblem, deterministic: bool = False) -> Attend:
+    """cuDNN frontend's FlexAttention on `[B, S, H, D]`."""
+    api = importlib.import_module("cudnn.flex_attention")
+    plan = _interval_plan(problem, build_backward=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = api.flex_attn_func(q, k, v, mask_plan=plan, deterministic=deterministic)
+        return out
+
+    return attend
+
+
+def _interval_plan(problem: AttentionProblem, *, build_backward: bool) -> Any:
+    api = importlib.import_module("cudnn.flex_attention")
+    rows = intervals(problem.keep[0, 0])  # [F, Sq], the same for every sequence
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the time of every compilation
+        return api.create_mask_plan(
+            rows.repeat(1, problem.shape.batch)[None].contiguous(), *_sequence_major(problem),
+            build_backward=build_backward,
+        )  # fmt: skip
+
+
 def _cudnn_missing(problem: AttentionProblem) -> str | None:
     return _unusable(problem, "cudnn.flex_attention", "nvidia-cudnn-frontend")
 
 
 def _prepare_cudnn_flex(problem: AttentionProblem) -> Call:
     api = importlib.import_module("cudnn.flex_attention")
+    plan = _interval_plan(problem, build_backward=False)
     q, k, v = _sequence_major(problem)
-    rows = intervals(problem.keep[0, 0])  # [F, Sq], the same for every sequence
-    printed = io.StringIO()  # it prints the time of every compilation, the last ones at the first call
-    with contextlib.redirect_stdout(printed):
-        plan = api.create_mask_plan(
-            rows.repeat(1, problem.shape.batch)[None].contiguous(), q, k, v, build_backward=False
-        )
 
     def call() -> Tensor:
         out: Tensor = api.flex_attn_func(q, k, v, mask_plan=plan)
         return out.transpose(1, 2)
 
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(io.StringIO()):  # the last compilations
         call()
     return call
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from stof.dispatch import call_spec, is_empty, plan_of, run_call, run_empty
+from stof.dispatch import call_spec, is_empty, plan_for_backward, plan_of, run_call, run_empty
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
-from stof.handles import FULL, handle_of, is_constant
+from stof.handles import FULL, Intersection, handle_of, is_constant
 from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
@@ -25,8 +25,9 @@ from stof.operators import (
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
-from stof.runtime.private import break_graph, is_exporting, is_plain
+from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
 from stof.selection import Explanation
+from stof.sharding import global_result, is_dtensor, local_call
 from stof.validation import (
     check_bias,
     check_dropout,
@@ -42,8 +43,7 @@ from stof.validation import (
     usable_device,
 )
 
-# Types of tensors that hold values.
-_REAL = (Tensor, torch.nn.Parameter)
+_UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
 _CHANGES = (
     "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
     "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
@@ -157,7 +157,9 @@ def attention(
     tensors as in FlashAttention-3 (arXiv 2407.08608), section 3.3.
 
     Args:
-        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32, float64, or float8_e4m3fn with scales; any strides.
+        q: queries `[B, H, Sq, D]`; float16, bfloat16, float32, float64, or float8_e4m3fn with scales; any strides. If
+            q, k and v are DTensors, replicated or sharded alike by batch or heads, the results are too; the mask or
+            plan is that of all batch entries and heads, the same on every rank, and follows them as bias and sinks do.
         k: keys `[B, Hkv, Skv, D]`, same dtype and device; `H` is a multiple of `Hkv`.
         v: values `[B, Hkv, Skv, Dv]`.
         mask_or_plan: what each query sees: a mask (compiled and cached by value), a plan from `stof.plan`, a bool
@@ -189,19 +191,20 @@ def attention(
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
-        UnsupportedError: no implementation can run the call; lists every reason. Dropout under a dynamic plan, or of
-            8-bit tensors.
-        UnsupportedError: where a gradient is asked for: under a dynamic plan, of 8-bit tensors, and in compiled code
-            under a mask function that reads what may change. Second derivatives raise it in the backward pass.
+        UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
+        UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
+        UnsupportedError: where a gradient is asked for: of 8-bit tensors, and under a dynamic plan of `vertical_slash`.
+            Raised in the backward pass: second derivatives, and a dynamic plan that was updated after the call.
     """
     scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
-    if torch.compiler.is_dynamo_compiling() and not is_exporting() and is_function_or_block_mask(mask_or_plan):
-        break_graph("give stof.attention a mask that was made outside of compiled code by from_function")
+    dynamo = torch.compiler.is_dynamo_compiling()
+    if dynamo and not is_exporting() and (reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks))):
+        break_graph(reason)
         return torch.compiler.disable(attention)(
             q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
             dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
         )  # fmt: skip
-    compiling = torch.compiler.is_compiling()
+    compiling = dynamo or (torch.compiler.is_compiling() and is_traced(q))
     plain = not compiling and is_plain(q, k, v, bias, sinks, *scale_tuple)
     # The key holds no scales that are not tensors in a list: the checks refuse them.
     # Nor a seed, which each call with dropout draws.
@@ -220,6 +223,11 @@ def attention(
                 return results if return_lse else results[0]
             except KernelError:
                 pass  # another alignment needs another compilation, which failed; below the next candidate serves
+    if is_dtensor(mask_or_plan) or (not plain and any(map(is_dtensor, (q, k, v, bias, sinks)))):
+        return _of_dtensors(
+            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, scale=scale, softcap=softcap,
+            implementation=implementation,
+        )  # fmt: skip
     if not plain and not compiling:
         refuse_contexts(q, k, v, bias, sinks, *scale_tuple)
         register_flops()
@@ -231,25 +239,23 @@ def attention(
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
     if dropout_p:
-        refuse_dropout(mask_or_plan, scale_tuple)
+        refuse_dropout(scale_tuple)
         seed = draw_seed(q.device)
     arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
     bias = check_bias(bias, q, k.shape[2])
     sinks = check_sinks(sinks, q)
     if not plain or q.is_meta:
         # Planning and choosing are no graph code: the operator does both when it runs.
-        differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, bias, sinks, *scale_tuple)
-        )
+        differentiated = _is_differentiated((q, k, v, bias, sinks, *scale_tuple))
         if differentiated:
             refuse_gradients(mask_or_plan, scale_tuple)
-            if not compiling and not is_empty(q, k) and type(q) in _REAL:
-                # The backward pass is under the mask of this call, whatever changes meanwhile.
-                mask_or_plan = plan_of(mask_or_plan, q, k)
-        handle = handle_of(mask_or_plan, q, k)
+            if not compiling and not is_empty(q, k) and has_values(q):
+                options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
+                mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
+        handle = handle_of(mask_or_plan, q, k, compiling)
         if differentiated and compiling and handle.may_change:
             raise UnsupportedError(_CHANGES, {})
-        constant = is_constant(handle)
+        constant = is_constant(handle, compiling)
         if seed is None:
             rest: tuple[Any, ...] = scale_tuple or (None, None, None)
             operator = masked_attention_op if constant else varying_attention_op
@@ -266,6 +272,21 @@ def attention(
         plan_of_call = plan_of(mask_or_plan, q, k)
         out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
     return (out, lse) if return_lse else out
+
+
+def _of_dtensors(
+    q: Any, k: Any, v: Any, mask_or_plan: Any, bias: Any, sinks: Any, scales: Any, dropout_p: float, return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of DTensors; the results are DTensors with the placements of q."""
+    if torch.compiler.is_dynamo_compiling():
+        break_graph("stof.attention computes on the local tensors of DTensors outside of compiled graphs")
+        return torch.compiler.disable(_of_dtensors)(
+            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, **options
+        )
+    local = local_call(q, k, v, mask_or_plan, bias, sinks, dropout_p=dropout_p, scales=scales)
+    out, lse = attention(*local[:4], bias=local.bias, sinks=local.sinks, return_lse=True, **options)
+    return (global_result(out, q), global_result(lse, q)) if return_lse else global_result(out, q)
 
 
 def explain(
@@ -292,6 +313,22 @@ def explain(
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
     call = call_spec(plan, q, k, v, options)
     return Explanation(plan.candidates(call), plan.better_token_order(call))
+
+
+def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:
+    """Why compiled code has to leave a call to Python, else ""."""
+    if is_function_or_block_mask(mask_or_plan):
+        return "give stof.attention a mask that was made outside of compiled code by from_function"
+    reason = ""
+    if isinstance(mask_or_plan, Plan):
+        reason = _UPDATES if mask_or_plan.is_dynamic else ""
+    elif isinstance(mask_or_plan, Mask | Intersection):
+        reason = _CHANGES if mask_or_plan.may_change else ""
+    return reason if reason and _is_differentiated(tensors) else ""
+
+
+def _is_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

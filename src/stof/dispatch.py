@@ -181,6 +181,18 @@ def _empty_call_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.zero_(), lse.fill_(-torch.inf)
 
 
+def plan_for_backward(mask_or_plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Plan:
+    """Return the plan of a call whose backward pass may follow, whatever happens to the mask meanwhile.
+
+    Raises:
+        UnsupportedError: a dynamic plan without gradients of such calls.
+    """
+    plan = plan_of(mask_or_plan, q, k)
+    if plan.is_dynamic:
+        plan.prepare_backward(call_spec(plan, q, k, v, options))
+    return plan
+
+
 def run_backward(
     q: Tensor,
     k: Tensor,
@@ -209,6 +221,7 @@ def run_backward(
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
             return run_backward(q, k, v, out, lse, d_out, d_lse, plan, options, needs)
+    plan.wait_for_update()
     gradients = gradients_of(plan)
     bias, sinks = options.bias, options.sinks
     tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, d_out, d_lse, bias, sinks)

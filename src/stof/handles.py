@@ -18,7 +18,7 @@ from stof.masks import Mask, full
 from stof.masks.parse import mask_by_key, mask_by_number
 from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
 from stof.plans.plan import Plan
-from stof.runtime.private import is_exporting
+from stof.runtime.private import FakeTensor, is_exporting
 
 FULL = full()
 # Intersections that plans keep alive, by number and handle.
@@ -149,21 +149,24 @@ class Handle(NamedTuple):
     mask: Mask | None = None
 
 
-def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Handle:
+def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor, traced: bool) -> Handle:
+    """How the operator of a call is told its mask or plan; `traced`: see `is_traced`."""
     if isinstance(mask_or_plan, str):
         return Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
     if isinstance(mask_or_plan, Intersection):
         return Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.may_change)
-    exporting = is_exporting()
+    exporting = traced and is_exporting()
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)
         if not exporting:
             return Handle(PLAN, mask_or_plan.number)
-    traced = exporting or torch.compiler.is_compiling()
-    if traced and isinstance(mask_or_plan, Tensor):
-        return Handle(TENSOR, 0, mask_or_plan)  # a mask made of it here would not outlive the trace
+    # No operator takes real tensors beside fake ones.
+    mixed = not traced and isinstance(q, FakeTensor) and not isinstance(mask_or_plan, FakeTensor)
+    if isinstance(mask_or_plan, Tensor) and not mixed:
+        # An argument, which modes and tracers see; a mask made of it here would not outlive a trace.
+        return Handle(TENSOR, 0, mask_or_plan if traced else dense_view(mask_or_plan).keep)
     if traced and is_function_or_block_mask(mask_or_plan):
-        # Nor would one made of a function, which may close over tensors of the trace: the operator refuses it.
+        # It may close over tensors of the trace: the operator refuses it.
         return Handle("<a function>")
     if not exporting:
         mask = dense_view(mask_or_plan) if isinstance(mask_or_plan, Tensor) else as_mask(mask_or_plan)
@@ -177,9 +180,9 @@ def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Handle:
     return Handle("<a plan that was read from a file or moved>" if named_mask is None else named_mask.key)
 
 
-def is_constant(handle: Handle) -> bool:
+def is_constant(handle: Handle, traced: bool) -> bool:
     """Whether compiled code has this mask as a constant; one that changed before, or can, stays out of CUDA graphs."""
-    if not torch.compiler.is_compiling() or is_exporting():
+    if not traced or is_exporting():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

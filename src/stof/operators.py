@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
-from stof.errors import UnsupportedError
+from stof.errors import PlanMismatchError, UnsupportedError
 from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
+from stof.runtime.private import has_values
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -219,17 +220,29 @@ def _fake_backward(
     return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
+def _copy(keep: Tensor) -> Tensor:
+    return keep.clone()
+
+
+def _kept_values(keep: Tensor | None) -> Tensor | None:
+    """A copy of a bool tensor for the backward pass: PyTorch does not count all writes to the one that the user has.
+
+    By an operator of its own: compilers may move a plain copy into the backward pass.
+    """
+    return None if keep is None else copy_of_mask_op(keep)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass reads: inputs, results, and what names the plan."""
     q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep))
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
 def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """`_save` of a call with dropout: its seed too."""
     q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep), seed)
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
@@ -237,12 +250,18 @@ def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softca
     """Save what is no tensor."""
     ctx.mask, ctx.number, ctx.scale, ctx.softcap = mask, number, scale, softcap
     # Eager calls give the number of their plan, which stays alive until the backward pass.
-    ctx.plan = Plan.by_number(number) if mask == PLAN and type(q) in (Tensor, torch.nn.Parameter) else None
+    ctx.plan = Plan.by_number(number) if mask == PLAN and has_values(q) else None
+    ctx.updates = 0 if ctx.plan is None else ctx.plan.updates
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The autograd formula of the operators."""
+    if ctx.plan is not None and ctx.plan.updates != ctx.updates:
+        raise PlanMismatchError(
+            "a dynamic plan was updated between a call and its backward pass, which would be under another mask; "
+            "update it after the backward pass, or give each layer a plan of its own"
+        )
     q, k, v, out, lse, bias, sinks, keep, *seed = ctx.saved_tensors
     of_q, of_k, of_v, _, of_bias, of_sinks, *rest = ctx.needs_input_grad
     needs = [of_q, of_k or of_v, of_bias, of_sinks]
@@ -292,6 +311,8 @@ def _operators(name: str, *tags: torch.Tag, dropout: bool = False) -> tuple[Any,
     return forward, backward
 
 
+copy_of_mask_op = torch.library.custom_op("stof::copy_of_mask", _copy, mutates_args=())
+copy_of_mask_op.register_fake(_copy)
 masked_attention_op, masked_attention_backward_op = _operators("masked_attention")
 dropout_attention_op, dropout_attention_backward_op = _operators("dropout_attention", dropout=True)
 # The same for a mask or plan that changes from call to call. Its tag keeps it out of Inductor's CUDA graphs: Inductor

@@ -70,28 +70,30 @@ def refuse_tangents(*tensors: object) -> None:
 
 
 def refuse_gradients(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
-    """Refuse gradients of 8-bit calls, and under plans whose mask the next step replaces.
+    """Refuse gradients of 8-bit calls, and in compiled code under plans whose mask the next step replaces.
 
     Raises:
         UnsupportedError: of such a call.
     """
     if scales:
         refuse_derivatives("8-bit tensors and their scales have no gradients; train in bfloat16")
-    if getattr(mask_or_plan, "is_dynamic", False):
-        refuse_derivatives("a dynamic plan has no transposed layout; make a plan of each step's mask by stof.plan")
+    if torch.compiler.is_compiling() and getattr(mask_or_plan, "is_dynamic", False):
+        refuse_derivatives(
+            "compiled code would not notice updates of a dynamic plan before the backward pass; call attention in a "
+            "function under torch.compiler.disable"
+        )
 
 
-def refuse_dropout(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
+def refuse_dropout(scales: tuple[Tensor, ...]) -> None:
     """Refuse dropout of calls that have no gradients anyway.
 
     Raises:
-        UnsupportedError: of 8-bit tensors, and under a dynamic plan.
+        UnsupportedError: of 8-bit tensors.
     """
-    if scales or getattr(mask_or_plan, "is_dynamic", False):
-        what = "8-bit tensors have" if scales else "a dynamic plan has"
+    if scales:
         raise UnsupportedError(
-            f"stof.attention was called with dropout, which is for training, and {what} no gradients; leave dropout_p "
-            "out",
+            "stof.attention was called with dropout, which is for training, and 8-bit tensors have no gradients; leave "
+            "dropout_p out",
             {},
         )
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from benchmarks.attention import backward
 from benchmarks.attention.backward import backward_rows
+from benchmarks.peers.wheels import Attend
+from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 
 SHAPE, DEVICE = Shape.parse("1,4,2,16,64,64"), torch.device("cpu")
@@ -27,6 +29,17 @@ def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * k.mean() * v.mean()
 
-    monkeypatch.setitem(backward._WAYS, "sdpa", lambda *given: wrong)
+    monkeypatch.setitem(backward.WAYS, "sdpa", backward.Way(lambda problem: wrong))
     rows = list(backward_rows([grid_mask("causal")], [SHAPE], ["sdpa"], DEVICE, torch.float32, 1))
     assert [(row.us, row.note[:17]) for row in rows] == [(None, "ValueError: wrong")]
+
+
+def test_tensors_with_the_sequence_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(problem: AttentionProblem) -> Attend:
+        attend = backward.WAYS["stof"].prepare(problem)
+        return lambda *tensors: attend(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
+
+    monkeypatch.setitem(backward.WAYS, "flash-4", backward.Way(prepare, sequence_major=True))
+    rows = list(backward_rows([grid_mask("causal")], [SHAPE], ["flash-4", "cudnn-flex"], DEVICE, torch.float32, 1))
+    assert [bool(row.us) for row in rows] == [False, True, True, True]
+    assert rows[0].note.startswith("ModuleNotFoundError")

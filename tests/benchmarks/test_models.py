@@ -39,17 +39,20 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mask", models.MASKS)
-@pytest.mark.parametrize("model", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [("vit", "neighborhood"), *((model, mask) for model in ("bert", "gpt2") for mask in models.MASKS[:-1])],
+)
 def test_masks_are_the_same_in_every_form(model: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (models, attention_peers):
         monkeypatch.setattr(module, "WINDOW", 20)
-    case = Case(model, 1, 256, mask)
+    length = 257 if model == "vit" else 256
+    case = Case(model, 1, length, mask)
     value, blocks = mask_of(case), flex_mask(case, CPU)
-    q, k = torch.arange(256)[:, None], torch.arange(256)[None]
-    dense = value.to_dense(256)[0, 0] if value is not None else (q >= k) | torch.tensor(model == "bert")
-    own = blocks.mask_mod(0, 0, q, k) if blocks is not None else torch.ones(256, 256, dtype=torch.bool)
-    assert torch.equal(dense, own.expand(256, 256))
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    dense = value.to_dense(length)[0, 0] if value is not None else (q >= k) | torch.tensor(model == "bert")
+    of_flex = blocks.mask_mod(0, 0, q, k) if blocks is not None else torch.ones(length, length, dtype=torch.bool)
+    assert torch.equal(dense, of_flex.expand(length, length))
 
 
 def test_gpt2_takes_flex_attention_where_it_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,17 @@ from benchmarks.models.training import training_rows
 from stof.testing import models
 from stof.testing.models import Case
 
-CASES = [Case.parse("bert,2,64,bigbird"), Case.parse("llama,1,600,window+sinks")]
+CASES = [Case.parse(text) for text in ("bert,2,64,bigbird", "bert,2,100,documents", "llama,1,600,window+sinks")]
+CASES += [Case.parse("modernbert,2,96,full"), Case.parse("vit,2,65,neighborhood")]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models._SIZES, "bert", SIZES)
+    monkeypatch.setitem(models._SIZES, "vit", SIZES)
+    small = {"local_attention": 16, "global_attn_every_n_layers": 2, "num_hidden_layers": 2}
+    monkeypatch.setitem(models._SIZES, "modernbert", SIZES | small)
     monkeypatch.setitem(models._SIZES, "llama", SIZES | {"num_key_value_heads": 1, "vocab_size": 30000})
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
 

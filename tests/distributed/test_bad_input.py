@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import stof
 import stof.distributed
@@ -25,6 +26,7 @@ from stof.errors import (
     RankMismatchError,
     ShapeError,
     StofError,
+    UnsupportedError,
 )
 from tests.distributed.processes import run
 
@@ -71,6 +73,17 @@ def check_shard(rank: int, mesh: DeviceMesh) -> None:
     reach = 3 + rank
     text = different.format("hash of the keys kept", "[0-9a-f]*", "[0-9a-f]*")
     refuse(RankMismatchError, text, lambda: shard(lambda b, h, q, k: q - k < reach))
+    text = different.format("hash of which keys are kept", "[0-9a-f]*", "[0-9a-f]*")
+    refuse(RankMismatchError, text, lambda: shard(lambda b, h, q, k: (k - q) % LENGTH == reach))
+    # Which depends on the head is compared where the heads are known.
+    of_heads = shard(lambda b, h, q, k: (k - q) % LENGTH == h * reach)
+    q, k = (of_heads.split(torch.zeros(1, heads, LENGTH, 8), 2) for heads in (2, 1))
+    for shards in (of_heads, stof.distributed.shard(masks.causal(), LENGTH, mesh)):
+        if shards is not of_heads:
+            stof.distributed.attention(q, k, k, shards)
+            shards = shards.with_mask(of_heads.mask)
+        refuse(RankMismatchError, text, lambda s=shards: stof.distributed.attention(q, k, k, s))
+        stof.distributed.attention(q[:, :1], k, k, shards)
     wrong = masks.documents([0] * (LENGTH if rank == 0 else 5))
     if rank == 0:
         refuse(RankMismatchError, "rank 1 refused the call: ShapeError: the documents cover 5", lambda: shard(wrong))
@@ -97,6 +110,11 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
         refuse(ArgumentError, "scale", lambda f=attend: f(scale=float("nan")))
         refuse(ArgumentError, "softcap", lambda f=attend: f(softcap=-1.0))
         refuse(ShapeError, "sinks", lambda f=attend: f(sinks=torch.zeros(2)))
+        refuse(ShapeError, "bias broadcasts to", lambda f=attend: f(bias=torch.zeros(LENGTH, LENGTH)))
+        refuse(ArgumentError, "which way=", lambda f=attend: f(bias=torch.zeros(LENGTH), way="heads"))
+        spread = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in ready]
+        refuse(DtypeError, "takes tensors of this rank, got DTensors", lambda a=spread, f=attend: f(*a))
+        refuse(UnsupportedError, "has no dropout", lambda f=attend: f(dropout_p=0.5))
         refuse(DtypeError, "q is a torch.Tensor", lambda f=attend: f(None, k, v))
         refuse(DeviceError, "is on cpu, q, k and v are on meta", lambda f=attend: f(*(x.to("meta") for x in ready)))
         refuse(ArgumentError, "shards is made by", lambda f=attend: f(shards=masks.causal()))
@@ -117,6 +135,9 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
     dtype = torch.float64 if rank else torch.float32
     text = "but dtype is torch.float32 on rank 0 and torch.float64"
     refuse(RankMismatchError, text, lambda: stof.distributed.attention(*(x.to(dtype) for x in three), fresh))
+    sinks = torch.zeros(3) if rank else None
+    text = "but whether there are sinks is False on rank 0 and True"
+    refuse(RankMismatchError, text, lambda: stof.distributed.attention(*three, fresh, sinks=sinks))
     stof.distributed.attention(*three, fresh)
 
 

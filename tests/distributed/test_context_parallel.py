@@ -16,7 +16,7 @@ import stof
 import stof.distributed
 from stof import masks
 from stof.distributed import Shards
-from stof.errors import ShapeError
+from stof.errors import ShapeError, UnsupportedError
 from stof.masks import Mask
 from tests.distributed.processes import run
 
@@ -181,7 +181,28 @@ def check_contexts(rank: int) -> None:
     assert len(text.splitlines()) == 2 + dist.get_world_size() + 2
 
 
+def check_bias(rank: int) -> None:
+    """A bias has this rank's rows and all columns."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = stof.distributed.shard(masks.causal(), LENGTH, mesh)
+    q, k, v, _, weights, _ = inputs(HEADS, KV_HEADS)
+    generator = torch.Generator().manual_seed(4)
+    for shape in ((HEADS, LENGTH, LENGTH), (BATCH, HEADS, LENGTH, LENGTH), (BATCH, 1, 1, LENGTH), (LENGTH, LENGTH)):
+        bias = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        one = stof.attention(*tensors, masks.causal(), bias=bias)
+        expected = torch.autograd.grad((one * weights).sum(), (*tensors, bias))
+        rows = bias if shape[-2] == 1 else shards.split(bias, -2)
+        out = stof.distributed.attention(*(shards.split(x, 2) for x in tensors), shards, bias=rows)
+        gradients = torch.autograd.grad((out * shards.split(weights, 2)).sum(), (*tensors, bias))
+        torch.testing.assert_close(shards.join(out, 2), one, atol=1e-12, rtol=1e-11)
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            dist.all_reduce(gradient)
+            torch.testing.assert_close(gradient, wanted, atol=1e-12, rtol=1e-11)
+
+
 def check_two(rank: int) -> None:
+    check_bias(rank)
     check_masks(rank, list(MASKS))
     check_contexts(rank)
 
@@ -225,6 +246,11 @@ def test_one_rank_exchanges_nothing() -> None:
         assert shards.join(tensors[0], 2) is tensors[0]
         out = stof.distributed.attention(*tensors[:3], shards)
         assert torch.equal(out, stof.attention(*tensors[:3], mask))
+        bias = torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+        out = stof.distributed.attention(*tensors[:3], shards, bias=bias)
+        assert torch.equal(out, stof.attention(*tensors[:3], mask, bias=bias))
+        with pytest.raises(UnsupportedError, match="has no dropout"):
+            stof.distributed.attention(*tensors[:3], shards, dropout_p=0.5)
         with pytest.raises(ShapeError, match="rank 0 holds 61 of 61 tokens, q has 60"):
             stof.distributed.attention(*(x[:, :, 1:] for x in tensors[:3]), shards)
         assert isinstance(shards.mask, Mask)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,9 @@ def check_refusals(rank: int) -> None:
         first = torch.ones_like(ids)
         first[:, 20 + rank :] = 0
         refuse(RankMismatchError, "the mask is", lambda: model(ids, attention_mask=first))
+        # As a data loader that gives each rank a batch of its own, which `Trainer` has.
+        refuse(RankMismatchError, "the hash of input_ids is", lambda: model(ids + rank))
+        refuse(RankMismatchError, "the hash of labels is", lambda: model(ids, labels=ids + rank))
         assert model(ids).logits.shape[1] < LENGTH
     bert = make("bert")
     bert.encoder.layer[0].register_module("mix", None)
@@ -192,6 +197,32 @@ def test_with_fsdp2_on_the_other_dimension() -> None:
 
 def test_models_compute_as_in_one_process() -> None:
     run(check_all, 2)
+
+
+def check_trainer(rank: int, folder: str) -> None:
+    """`Trainer` gives each rank a batch of its own: it trains data-parallel, and is refused for split sequences."""
+    from transformers import Trainer, TrainingArguments
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    rows = torch.randint(1, models.VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(folder, max_steps=2, per_device_train_batch_size=2, **options)
+    model = stof_hf.enable(models.llama())
+    before = model.lm_head.weight.detach().clone()
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, before)
+    with (
+        stof_hf.parallelise(model, init_device_mesh("cpu", (2,))),
+        pytest.raises(RankMismatchError, match="the hash of input_ids is"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_trainer_splits_the_batch_alone(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    run(check_trainer, 2, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stof.selection import IMPLEMENTATIONS
 from tests.fuzz.terms import Kept, Sizes, Term, dense
 from tests.fuzz.trees import Masks
 
@@ -31,6 +32,8 @@ ENTRIES = {
 ON_GPU = {"captured": 6, "captured update": 4}
 # Entries that may end with gradients: dynamic plans have none.
 DIFFERENTIABLE = ("eager", "plan", "sized plan", "saved", "extended", "compiled")
+# Entries that may drop weights.
+DROPPING = (*DIFFERENTIABLE, "written", "kernel")
 BACKENDS = ("eager", "eager", "aot_eager", "aot_eager", "inductor")
 
 
@@ -47,6 +50,7 @@ class Case:
         must_refuse: an answer would be wrong.
         implementation: forced, or None.
         differentiated: the program ends with gradients of a call, in `gradients`, for `d_out`.
+        dropout_seed: of PyTorch's generator before each call with dropout; None without.
     """
 
     seed: int
@@ -58,6 +62,7 @@ class Case:
     must_refuse: bool = False
     implementation: str | None = None
     differentiated: bool = False
+    dropout_seed: int | None = None
 
 
 def draw_case(seed: int, number: int, device: str, kernels: bool = False) -> Case:
@@ -114,10 +119,19 @@ class _Drawing:
             self._keep(term)
         lines, call = self._entry(term)
         inputs = self._inputs()
+        options = self._options()
+        if self._may_drop() and self.draw.random() < 0.3:
+            seed = self.case.dropout_seed = self.draw.randrange(10_000)
+            options.append(f"options['dropout_p'] = {self.draw.choice([1e-9, 0.1, 0.5, 0.9])}")
+            call = [f"torch.manual_seed({seed}); {line}" if line.startswith("out") else line for line in call]
         if self.case.entry in DIFFERENTIABLE and self.draw.random() < 0.6:
             self.case.differentiated = True
             call = [*call, *self._gradients(call)]
-        self.case.lines = [*term.setup, *inputs, *self._options(), *lines, *call]
+        self.case.lines = [*term.setup, *inputs, *options, *lines, *call]
+
+    def _may_drop(self) -> bool:
+        name = self.case.implementation
+        return self.case.entry in DROPPING and (name is None or IMPLEMENTATIONS[name].capabilities.dropout)
 
     def _mask(self) -> Term:
         entry, masks = self.case.entry, Masks(self.draw, self.sizes.heads)
@@ -327,6 +341,7 @@ class _Drawing:
             "v = v[:, :, :-1]",
             "options['scale'] = float('nan')",
             "options['softcap'] = -1.0",
+            "options['dropout_p'] = 1.0",
             f"options['bias'] = torch.zeros({own['kv_len'] + 1}, device=device)",
             f"options['sinks'] = torch.zeros({own['heads'] + 1}, device=device)",
             "q = q[0]",
@@ -354,11 +369,13 @@ class _Drawing:
         if shape == "plan":
             lines.append(f"mask = stof.plan(mask, {self.lengths}, {self.both}, device=device)")
         backend = self.draw.choice(BACKENDS)
+        # Inductor's own generator draws other seeds than eager calls.
+        options = ", options={'fallback_random': True}" if backend == "inductor" else ""
         made = call[0].removeprefix("out, lse = ")
         return [
             *lines,
             f"def step(q, k, v): return {made}",
-            f"compiled = torch.compile(step, backend={backend!r}, fullgraph=True)",
+            f"compiled = torch.compile(step, backend={backend!r}, fullgraph=True{options})",
         ], ["out, lse = compiled(q, k, v)"] * self.draw.choice([1, 2])
 
     def _exported(self, term: Term, lines: list[str], call: list[str]) -> tuple[list[str], list[str]]:

@@ -95,6 +95,7 @@ def kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """An implementation by name on a layout, past what its capabilities say of devices."""
+    from stof.kernels.dropout import draw_seed
     from stof.kernels.implementation import Options, attend_once
     from stof.selection import IMPLEMENTATIONS
     from stof.validation import check_bias
@@ -102,4 +103,6 @@ def kernel(
     implementation = IMPLEMENTATIONS[name]
     bias = check_bias(options["bias"], q, k.shape[2])
     given = Options(**{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"]), "bias": bias})
+    if given.dropout_p:
+        given = given._replace(seed=draw_seed(q.device))
     return attend_once(implementation.bind, q, k, v, implementation.prepare(layout, settings), given)

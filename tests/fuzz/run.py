@@ -15,6 +15,7 @@ import torch
 import stof
 from stof import masks
 from stof.errors import StofError
+from stof.kernels.dropout import Dropout, draw_seed
 from stof.kernels.implementation import Gradients
 from stof.testing import assert_attention, make_inputs, spread
 from tests.fuzz.cases import Case
@@ -114,6 +115,9 @@ def _check(case: Case, space: dict[str, Any]) -> None:
         assert error <= 1e-4, f"the model's output is off by {error:.3e}"
         return
     options = {name: _clean(value) for name, value in space["options"].items()}
+    if case.dropout_seed is not None:
+        torch.manual_seed(case.dropout_seed)
+        options["dropout"] = Dropout(options.pop("dropout_p"), draw_seed(space["q"].device).cpu())
     q, k, v = (_clean(space[name]) for name in "qkv")
     keep = torch.from_numpy(np.array(case.keep))
     lse = space.get("lse")

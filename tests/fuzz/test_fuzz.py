@@ -128,3 +128,10 @@ def test_reports_count_calls_and_refusals() -> None:
     assert report.cases == report.entries["refused"] == len(numbers) > 0
     assert sum(report.refusals.values()) == len(numbers)
     assert not report.failures
+
+
+def test_other_dropped_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = importlib.import_module("stof.kernels.cpu.steps")
+    plain = steps.kept_weights
+    monkeypatch.setattr(steps, "kept_weights", lambda dropout, heads, *at: plain(dropout, heads + 1, *at))
+    assert "is off by" in first_failure(1, 60)

@@ -13,11 +13,13 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.errors import MaskError
+from stof.kernels.implementation import Gradients
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.tensors import dense_view
 from stof.testing import assert_attention, make_inputs
 from tests.gpu.test_triton import random_inputs
+from tests.kernels.gradients import assert_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -199,3 +201,42 @@ def test_copies_have_lists_of_their_own(kind: str) -> None:
     del plan
     for other in others:
         check(*stof.attention(q, k, v, other, return_lse=True), q, k, v, first)
+
+
+@pytest.mark.parametrize("kind", ["block_topk", "dense", "bits"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 64)])
+def test_gradients_are_replayed_with_other_numbers(kind: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Both passes behind an update, captured in one CUDA graph."""
+    tensors = numbers(kind, 0)
+    mask = mask_of(kind, tensors)
+    plan = stof.dynamic_plan(mask, LENGTH, batch=2, heads=HEADS)
+    q, k, v = (x.requires_grad_() for x in random_inputs(dtype, kv_heads=2, head_dim=head_dim))
+    d_out = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        plan.update(mask)
+        return torch.autograd.grad(stof.attention(q, k, v, plan), (q, k, v), d_out)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = step()
+    for seed in (0, 1, 2):
+        for old, new in zip(tensors, numbers(kind, seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        keep = mask.to_dense(LENGTH, device="cuda").cpu()
+        call = {"q": q, "k": k, "v": v, "d_out": d_out, "scale": head_dim**-0.5}
+        call = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
+        call["keep"] = keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
+        assert_gradients(Gradients(*(x.cpu() for x in gradients), None, None), call)
+        first = [x.clone() for x in gradients]
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(first, gradients, strict=True)), "equal calls give equal bits"
+    plan.check()

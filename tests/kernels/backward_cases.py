@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 from unittest import mock
 
 import torch
 
+from stof.dynamic.gradients import KERNEL as DYNAMIC
+from stof.dynamic.gradients import tile_size
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.kernels.triton import backward, backward_arguments
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
-from stof.selection.backward_tilings import _DKV, _DQ, _FLOAT32
+from stof.selection import CallSpec
+from stof.selection.backward_tilings import _FLOAT32, _TILES
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble
 
 Q_LEN, KV_LEN, HEADS = 384, 640, 4
@@ -33,6 +36,7 @@ class BackwardCase:
         slab: None for contiguous tiles.
         options: with bias, softcap and sinks.
         dropout: with dropout.
+        dynamic: with tiles made at run time.
         archs: for which GPUs.
     """
 
@@ -46,6 +50,7 @@ class BackwardCase:
     slab: int | None = None
     options: bool = False
     dropout: bool = False
+    dynamic: bool = False
     archs: tuple[int, ...] = (80, 90)
 
     def launches(self) -> list[Recorded]:
@@ -67,6 +72,9 @@ class BackwardCase:
             for mask, config in ((keep, self.dq), (keep.T, self.dkv))
         ]
         prepared = prepare_backward(*built, self.dq[2], self.dkv[2])
+        if self.dynamic:
+            dq, dkv = (replace(tiles, has_nan=True, full_contiguous=True) for tiles in (prepared.dq, prepared.dkv))
+            prepared = replace(prepared, dq=dq, dkv=dkv)
         seed = torch.zeros(2, dtype=torch.int64) if self.dropout else None
         options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks, dropout_p=0.1 * self.dropout, seed=seed)
         needs = NeedsGrad(bias=self.options, sinks=self.options)
@@ -81,7 +89,7 @@ class BackwardCase:
         widths = f"{self.head_dim}" if not self.value_dim else f"{self.head_dim}/{self.value_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
         how = " gathered" * (self.slab is not None) + " split" * (config.split_tiles > 0) + " options" * self.options
-        how += " dropout" * self.dropout
+        how += " dropout" * self.dropout + " dynamic" * self.dynamic
         return f"{kernel} {dtype} D {widths} {block_m}x{block_n} {config.num_warps}w{config.num_stages}s{how}"
 
 
@@ -117,9 +125,9 @@ def backward_cases() -> Iterator[BackwardCase]:
     """Every tile size that plans choose; gathered and split; with every option."""
     half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
     for name, head_dim, dtype, tables in (
-        ("backward D 64", 64, bfloat, (_DQ, _DKV)),
-        ("backward D 128", 128, bfloat, (_DQ, _DKV)),
-        ("backward D 256", 256, half, (_DQ, _DKV)),
+        ("backward D 64", 64, bfloat, (_TILES["dq"], _TILES["dkv"])),
+        ("backward D 128", 128, bfloat, (_TILES["dq"], _TILES["dkv"])),
+        ("backward D 256", 256, half, (_TILES["dq"], _TILES["dkv"])),
         ("backward fp32", 64, single, (_FLOAT32, _FLOAT32)),
         ("backward fp32", 128, single, (_FLOAT32, _FLOAT32)),
     ):
@@ -130,12 +138,23 @@ def backward_cases() -> Iterator[BackwardCase]:
             yield BackwardCase(name, dtype, head_dim, one or dq[0], other or dkv[0], archs=archs)
     not_hopper = tuple(arch for arch in ARCHS if arch != 90)
     for name, head_dim in (("backward D 128", 128), ("backward D 256", 256)):
-        yield BackwardCase(name, half, head_dim, _sizes(_DQ[head_dim][-1]), _sizes(_DKV[head_dim][0]), archs=not_hopper)
-    dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_DQ, _DKV))
+        yield BackwardCase(
+            name,
+            half,
+            head_dim,
+            _sizes(_TILES["dq"][head_dim][-1]),
+            _sizes(_TILES["dkv"][head_dim][0]),
+            archs=not_hopper,
+        )
+    for head_dim, dtype in ((64, bfloat), (128, bfloat), (256, bfloat), (128, single), (256, single)):
+        size = tile_size(CallSpec("cuda", dtype, head_dim, head_dim, HEADS, HEADS))
+        tile, group = (size, size, DYNAMIC), "fp32" if dtype == single else f"D {head_dim}"
+        yield BackwardCase(f"backward {group}", dtype, head_dim, tile, tile, dynamic=True)
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[64]] for table in (_TILES["dq"], _TILES["dkv"]))
     yield BackwardCase("backward D 64", bfloat, 40, dq[0], dkv[0], kv_heads=2, slab=1)
     yield BackwardCase("backward options", bfloat, 64, dq[1], dkv[1], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 64, dq[1], dkv[1], slab=8, options=True, dropout=True)
-    dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_DQ, _DKV))
+    dq, dkv = ([_sizes(tile, split=2) for tile in table[128]] for table in (_TILES["dq"], _TILES["dkv"]))
     yield BackwardCase("backward D 128", half, 80, dq[1], dkv[1], value_dim=72, slab=8)
     yield BackwardCase("backward options", half, 128, dq[2], dkv[0], options=True, slab=8)
     yield BackwardCase("backward dropout", bfloat, 128, dq[0], dkv[0], dropout=True)

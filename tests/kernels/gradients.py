@@ -103,7 +103,7 @@ def backward_calls(
         d_out = torch.ones((), dtype=dtype).expand(d_out.shape)  # as `out.sum().backward()` gives
     call: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "d_out": d_out, "keep": keep}
     if how != "expanded" and draw(st.booleans()):
-        _poison(call, every)
+        poison(call, every)
     call["scale"] = draw(st.sampled_from([1.0, 1.0, 0.0, -2.0])) * head_dim**-0.5
     call["softcap"] = draw(st.sampled_from([0.0, 0.0, 0.5, 20.0]))
     if draw(st.booleans()):
@@ -122,7 +122,7 @@ def backward_calls(
     return call
 
 
-def _poison(call: dict[str, Any], every: tuple[int, ...]) -> None:
+def poison(call: dict[str, Any], every: tuple[int, ...]) -> None:
     """NaN in queries (and their gradients) that see no key, and in keys and values that no query sees."""
     keep = call["keep"].expand(every)
     unseen = ~keep.any(2).unflatten(1, (call["k"].shape[1], -1)).any(2)

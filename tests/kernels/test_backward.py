@@ -19,7 +19,7 @@ from stof.kernels.dropout import Dropout
 from stof.kernels.implementation import Gradients, NeedsGrad, Options
 from stof.kernels.torch.reference import reference_attention, reference_backward
 from stof.kernels.triton import backward
-from stof.kernels.triton.backward_tiles import prepare_backward
+from stof.kernels.triton.backward_tiles import PreparedBackward, prepare_backward
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS
@@ -63,7 +63,7 @@ def layouts_of(
 
 def run(
     call: dict[str, Any],
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[Layout, Layout] | PreparedBackward,
     configs: tuple[KernelConfig, KernelConfig] = (DEFAULT, DEFAULT),
     needs: NeedsGrad | None = None,
 ) -> Gradients:
@@ -79,7 +79,7 @@ def run(
         bias = bias[(None,) * (4 - bias.ndim)]
     needs = needs or NeedsGrad(bias=bias is not None, sinks=sinks is not None)
     options = Options(call["scale"], call.get("softcap", 0.0), bias, sinks, dropout_p=p, seed=seed)
-    prepared = prepare_backward(*layouts, *configs)
+    prepared = layouts if isinstance(layouts, PreparedBackward) else prepare_backward(*layouts, *configs)
     bound = backward.bind_backward(q, k, v, out, d_out, d_lse, prepared, options, needs)
     gradients = bound(q, k, v, out, lse, d_out, d_lse, bias, sinks, seed)
     if ON_GPU:  # the interpreter runs programs one after the other

@@ -45,7 +45,7 @@ SPILLS = {
     "backward D 64": (128, 128),
     "backward D 128": (352, 256),
     "backward D 256": (96, 224),
-    "backward fp32": (736, 1152),
+    "backward fp32": (800, 1152),
     "backward options": (128, 224),
     "backward dropout": (160, 352),
     "backward sums": (0, 32),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof import masks
 from stof.dynamic.block_topk.buffers import BlockBuffers, bitmaps_of, block_buffers, fill_blocks
-from stof.dynamic.buffers import DynamicSizes
+from stof.dynamic.sizes import DynamicSizes
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.forward import _refresh_launch

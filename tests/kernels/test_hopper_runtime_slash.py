@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
-from stof.dynamic.buffers import DynamicSizes
 from stof.dynamic.mask_buffers import core_of
+from stof.dynamic.sizes import DynamicSizes
 from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig

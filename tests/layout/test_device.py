@@ -20,7 +20,7 @@ from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.gpu_program import DEPTH, programs_of
-from stof.masks.per_head import for_heads
+from stof.masks.per_head import for_batch, for_heads
 from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
@@ -150,7 +150,7 @@ def test_transposed_random_blocks(blocks: tuple[int, int]) -> None:
     assert_same(masks.transposed(mask), 60, 90, LayoutConfig(64, 128))
 
 
-@pytest.mark.parametrize("name", ["random blocks", "bigbird", "transposed", "by head"])
+@pytest.mark.parametrize("name", ["random blocks", "bigbird", "transposed", "by head", "by batch"])
 def test_parts_that_end_early(name: str) -> None:
     """Blocks are drawn from the keys of the mask that the part is of."""
     drawn = masks.random_blocks(2, block_size=16)
@@ -159,12 +159,13 @@ def test_parts_that_end_early(name: str) -> None:
         "bigbird": masks.bigbird(5, 2, blocks=1, block_size=32),
         "transposed": masks.transposed(drawn) | masks.placed(drawn, 3, 4),
         "by head": for_heads(masks.per_head([masks.full(), drawn, masks.causal()]), 1, 2, 3),
+        "by batch": for_batch(masks.prefix_lm([1, 40, 99]), 1, 2, 3) & drawn,
     }[name]
-    heads = 2 if name == "by head" else 1
+    sizes = {"batch": 2 if name == "by batch" else 1, "heads": 2 if name == "by head" else 1}
     part = masks.placed(mask, 21, 9, q_len=150, kv_len=170)
     assert programs_of(part, 69, 68, [(0, 0)]) is not None
-    assert_same(part, 69, 68, LayoutConfig(16, 32), heads=heads)
-    assert_same(masks.transposed(part), 68, 69, LayoutConfig(16, 32), heads=heads)
+    assert_same(part, 69, 68, LayoutConfig(16, 32), **sizes)
+    assert_same(masks.transposed(part), 68, 69, LayoutConfig(16, 32), **sizes)
 
 
 MOST = 2**31 - 1

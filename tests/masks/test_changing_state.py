@@ -358,6 +358,28 @@ def test_operators_of_others_are_refused() -> None:
         stof.attention(*INPUTS, by_an_operator)
 
 
+def by_flags(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q - kv < torch.get_num_threads())
+
+
+def by_seed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.logical_and(q >= kv, q - kv < torch.initial_seed())
+
+
+@pytest.mark.parametrize("given", ["function", "mask"])
+def test_state_of_torch(given: str) -> None:
+    threads = torch.get_num_threads()
+    changes: dict[Any, Callable[[int], object]] = {by_flags: torch.set_num_threads, by_seed: torch.manual_seed}
+    for fn, change in changes.items():
+        mask = GIVEN[given](fn)
+        try:
+            for n in (1, 2, 1):
+                change(n)
+                assert_attention(stof.attention(*INPUTS, mask), None, *INPUTS, keep_of(n))
+        finally:
+            torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("fn", [read_twice, written_in_part, by_globals, bound_late])
 def test_state_that_the_operators_hide(fn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.from_function(fn)

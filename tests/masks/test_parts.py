@@ -1,4 +1,4 @@
-"""Parts of masks that end before the mask does, and masks of some heads of all."""
+"""Parts of masks that end before the mask does, and masks of some heads or batch entries of all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.masks import Mask
-from stof.masks.per_head import for_heads
+from stof.masks.per_head import for_batch, for_heads
 
 LENGTH = 50
 MASKS = {
@@ -25,8 +25,21 @@ MASKS = {
 }
 
 
-def dense(mask: Mask, q_len: int = LENGTH, kv_len: int = LENGTH, heads: int = 6) -> torch.Tensor:
-    return mask.to_dense(q_len, kv_len, heads=heads)
+BY_BATCH = {
+    "padding": masks.padding([50, 3, 20, 0, 49, 7]),
+    "documents": masks.documents([[n // (b + 2) for n in range(LENGTH)] for b in range(6)]) & masks.causal(),
+    "prefix": masks.prefix_lm([1, 2, 30, 4, 50, 6]),
+    "function": masks.from_function(lambda b, h, q, k: (q - k) % (b + 2) == h),
+    "tensor": masks.from_dense(torch.rand(6, 1, 1, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.4),
+    "by head": masks.per_head([masks.padding([50, 3, 20, 0, 49, 7]), masks.causal()]),
+    "transposed": masks.transposed(masks.padding([50, 3, 20, 0, 49, 7]) | masks.sliding_window(2)),
+}
+
+
+def dense(
+    mask: Mask, q_len: int = LENGTH, kv_len: int = LENGTH, heads: int = 6, batch: int | None = None
+) -> torch.Tensor:
+    return mask.to_dense(q_len, kv_len, heads=heads, batch=batch)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -58,12 +71,30 @@ def test_masks_of_some_heads(name: str) -> None:
     assert tensor is None or torch.equal(tensor.expand_as(expected), expected)
 
 
+@pytest.mark.parametrize("first", [0, 2, 5])
+@pytest.mark.parametrize("name", BY_BATCH)
+def test_masks_of_some_batch_entries(name: str, first: int) -> None:
+    mask, count = BY_BATCH[name], min(3, 6 - first)
+    part = for_batch(mask, first, count, 6)
+    expected = dense(mask, heads=2, batch=6)[first : first + count]
+    assert torch.equal(dense(part, heads=2, batch=count), expected)
+    assert torch.equal(dense(masks.transposed(part), heads=2, batch=count), expected.mT)
+    plan = stof.plan(part, LENGTH, batch=count, heads=2)
+    assert torch.equal(plan.to_dense().expand_as(expected), expected)
+    both = for_heads(part, 1, 1, 2)
+    assert torch.equal(dense(both, heads=1, batch=count), expected[:, -1:])
+    assert for_batch(mask, 0, 6, 6) is mask
+    tensor = part.as_tensor(LENGTH, LENGTH)
+    assert tensor is None or torch.equal(tensor.expand_as(expected), expected)
+
+
 def test_parts_are_written_as_text() -> None:
     inner = masks.documents(cu_seqlens=[0, 9, 30, 50]) & masks.causal()
     for mask in (
         masks.placed(inner, 8, q_len=50),
         masks.placed(inner, 0, 3, kv_len=50, q_len=50),
         for_heads(masks.per_head([inner, masks.full()]), 1, 1, 2),
+        for_batch(masks.padding([3, 4, 5]), 1, 2, 3),
     ):
         assert masks.parse(repr(mask)) == mask
 
@@ -79,6 +110,10 @@ def test_errors() -> None:
         for_heads(MASKS["by head"], 0, 2, 4)
     with pytest.raises(ShapeError, match="that of 3 of 6 heads, the inputs have 2"):
         stof.plan(for_heads(MASKS["by head"], 0, 3, 6), LENGTH, heads=2)
+    with pytest.raises(ShapeError, match="batch size of 6, the inputs have 4"):
+        for_batch(BY_BATCH["padding"], 0, 2, 4)
+    with pytest.raises(ShapeError, match="that of 3 of 6 batch entries, the inputs have 2"):
+        stof.plan(for_batch(BY_BATCH["padding"], 0, 3, 6), LENGTH, batch=2)
     shorter = masks.placed(MASKS["tensor"], q_len=LENGTH)
     with pytest.raises(MaskError, match="a dynamic plan takes"):
         stof.dynamic_plan(shorter, 20, LENGTH)

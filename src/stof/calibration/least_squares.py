@@ -77,7 +77,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
-            item, partial, full, merge, collect = _nonnegative(matrix, target).clamp(min=1e-3).tolist()
+            item, partial, full, merge, collect = nonnegative(matrix, target).clamp(min=1e-3).tolist()
             # Partial and full tiles do nearly the same work. Few measurements may say otherwise, so each costs at least
             # half of the other.
             partial, full = max(partial, full / 2), max(full, partial / 2)
@@ -91,8 +91,8 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
     return best
 
 
-def _nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
-    """Least squares with no negative coefficient, by trying every set of coefficients that stay (there are five)."""
+def nonnegative(matrix: Tensor, target: Tensor) -> Tensor:
+    """Least squares with no negative coefficient, by trying every set of coefficients that stay (at most five)."""
     best, least = torch.zeros(matrix.shape[1], dtype=matrix.dtype), math.inf
     for count in range(matrix.shape[1], 0, -1):
         for some in combinations(range(matrix.shape[1]), count):
@@ -122,7 +122,7 @@ def _fit_row_wise(rows: Sequence[Measured], model: DeviceModel) -> tuple[float, 
     if not features:
         return model.row_wise
     matrix = torch.tensor(features, dtype=torch.float64)
-    row_us, key_us = _nonnegative(matrix, torch.ones(len(features), dtype=torch.float64)).tolist()
+    row_us, key_us = nonnegative(matrix, torch.ones(len(features), dtype=torch.float64)).tolist()
     return row_us, key_us
 
 

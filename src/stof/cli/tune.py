@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stof.cli.tune_device import tune_device
+from stof.cli.tune_device import tune_backward, tune_device
 from stof.cli.tune_model import Wanted, tune_model
 
 _MODEL, _DEVICE = "A model", "The attention selector (--device)"
@@ -68,6 +68,10 @@ def tune(
     only: Annotated[str, typer.Option(help="Only this implementation.", rich_help_panel=_DEVICE)] = "",
     shapes: Annotated[str, typer.Option(help="Only cells with these shapes.", rich_help_panel=_DEVICE)] = "",
     workers: Annotated[int, typer.Option(min=1, help="Processes compiling ahead.", rich_help_panel=_DEVICE)] = 8,
+    backward: Annotated[
+        bool,
+        typer.Option("--backward", help="The backward kernels instead of the forward ones.", rich_help_panel=_DEVICE),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Keep the constants; report error and regret.", rich_help_panel=_DEVICE)
     ] = False,
@@ -86,8 +90,13 @@ def tune(
                 raise ArgumentError(f"--{name} is for a model: stof tune MODEL --{name} {value}")
         if fold:
             raise ArgumentError("--fold is for a model: stof tune MODEL --fold")
+        if backward:
+            tune_backward(device, measurements, output, masks, shapes, budget, check)
+            return
         tune_device(device, measurements, output, masks, only, shapes, budget, workers, check)
         return
-    if device or measurements or check:
-        raise ArgumentError(f"--device, --measurements and --check tune for a GPU, not for the model {model!r}")
+    if device or measurements or check or backward:
+        raise ArgumentError(
+            f"--device, --backward, --measurements and --check tune for a GPU, not for the model {model!r}"
+        )
     tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, twins, lock, png, store))

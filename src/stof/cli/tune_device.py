@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from stof.cli.common import must_be_writable, names, table_console
 
 if TYPE_CHECKING:
+    from stof.calibration.backward_tiles import MeasuredTile
     from stof.calibration.measure import Measured
+    from stof.selection.device_model import DeviceModel
 
 
 def tune_device(
@@ -25,7 +27,6 @@ def tune_device(
 ) -> None:
     """Measure this machine's GPU (`device`), or read measurements; fit the cost model and report how far it is off."""
     import json
-    from dataclasses import replace
 
     import torch
     from rich.console import Console
@@ -35,7 +36,7 @@ def tune_device(
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
     from stof.selection import IMPLEMENTATIONS
-    from stof.selection.device_model import DEFAULT_DEVICE, load_model, model_to_dict
+    from stof.selection.device_model import model_to_dict
 
     must_be_writable(output)
     if output is not None and output.resolve() in [file.resolve() for file in measurements or ()]:
@@ -71,13 +72,7 @@ def tune_device(
         raise ArgumentError(
             "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
         )
-    base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
-    if base.stands_in_for:
-        here = torch.cuda.get_device_properties()
-        base = replace(
-            base, device=here.name, multiprocessors=here.multi_processor_count,
-            shared_bytes=here.shared_memory_per_multiprocessor, stands_in_for="",
-        )  # fmt: skip
+    base = _present_model()
     torch.set_num_threads(1)  # many tiny tensors
     if check:
         table_console().print(least_squares.regret_table(rows, base))
@@ -97,6 +92,77 @@ def tune_device(
             content = json.dumps({**model_to_dict(fitted), "quality": quality}, indent=1)
             write_atomically(output, content + "\n")
             console.print(f"wrote {output}")
+
+
+def tune_backward(
+    device: bool,
+    measurements: list[Path] | None,
+    output: Path | None,
+    masks: str,
+    shapes: str,
+    budget: float | None,
+    check: bool,
+) -> None:
+    """`tune_device` of the backward kernels."""
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from stof.calibration import backward_tiles
+    from stof.errors import ArgumentError
+    from stof.runtime.files import write_atomically
+    from stof.selection.device_model import model_to_dict
+
+    must_be_writable(output)
+    console = Console(stderr=True)
+    if not device and not measurements:
+        raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit its times")
+    rows = [row for file in measurements or () if not device or file.exists() for row in backward_tiles.read(file)]
+    if device:
+        if not torch.cuda.is_available():
+            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
+        if measurements is not None and len(measurements) > 1:
+            raise ArgumentError("--device writes one file of measurements")
+        wanted = [
+            cell
+            for cell in backward_tiles.CELLS
+            if (not masks or cell[0] in masks.split()) and (not shapes or cell[1] in shapes.split())
+        ]
+        old = [row for row in rows if (row.mask, row.shape, row.dtype) not in wanted]
+
+        def keep(new: Sequence[MeasuredTile]) -> None:
+            if measurements:
+                backward_tiles.write(measurements[0], [*old, *new])
+
+        rows = old + backward_tiles.measure(
+            wanted, torch.device("cuda"), budget, lambda line: console.print(line, style="dim", markup=False), keep
+        )
+    torch.set_num_threads(1)  # many tiny tensors
+    base = _present_model()
+    fitted = base if check else backward_tiles.fit(rows, base)
+    console.print(backward_tiles.summary(rows, fitted))
+    if output is not None:
+        write_atomically(output, json.dumps(model_to_dict(fitted), indent=1) + "\n")
+        console.print(f"wrote {output}")
+
+
+def _present_model() -> DeviceModel:
+    """Constants of this GPU, or of the default device in its place."""
+    from dataclasses import replace
+
+    import torch
+
+    from stof.selection.device_model import DEFAULT_DEVICE, load_model
+
+    base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
+    if not base.stands_in_for:
+        return base
+    here = torch.cuda.get_device_properties()
+    return replace(
+        base, device=here.name, multiprocessors=here.multi_processor_count,
+        shared_bytes=here.shared_memory_per_multiprocessor, stands_in_for="",
+    )  # fmt: skip
 
 
 def _read(file: Path) -> list[Measured]:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from stof.errors import RankMismatchError, StofError, shown
 from stof.layout.survey import Survey
-from stof.masks import Mask
+from stof.selection import MaskGeometry
 
 # Masks of tensors and functions are named after random numbers of their process.
 _IDENTITY = re.compile(r" ?#\d+[^,)\]>]*")
+# Scores of a mask that are compared: all up to 4096 tokens, 128 rows of 131072. Evaluating them takes a second at most.
+SCORES_COMPARED = 2**24
 
 
 def agree(group: dist.ProcessGroup, facts: Mapping[str, object], error: StofError | None) -> None:
@@ -49,15 +51,32 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, object], error: StofErro
             )
 
 
-def mask_facts(mask: Mask, survey: Survey) -> dict[str, str]:
+def mask_facts(geometry: MaskGeometry, survey: Survey) -> dict[str, str]:
     """What tells masks of other processes apart: their text, their tensors' values, the keys that their rows keep."""
+    mask = geometry.mask
     text = _IDENTITY.sub("", mask.key)
     shortened = text if len(text) <= 80 else f"{text[:77]}... ({_digest(text.encode())})"
     tensors = hashlib.blake2b(digest_size=8)
     for tensor in mask.copies():
         tensors.update(f"{tensor.dtype} {list(tensor.shape)}".encode() + _bytes(tensor))
     kept = _digest(_bytes(survey.kept))
-    return {"mask": shortened, "hash of the mask's tensors": tensors.hexdigest(), "hash of the keys kept": kept}
+    facts = {"mask": shortened, "hash of the mask's tensors": tensors.hexdigest(), "hash of the keys kept": kept}
+    return facts | rows_facts(geometry)
+
+
+def rows_facts(geometry: MaskGeometry) -> dict[str, str]:
+    """Which keys rows keep under a mask that its text does not tell: all rows, or of long sequences random ones."""
+    if "<" not in geometry.mask.key:
+        return {}
+    mask_batch, mask_heads = geometry.mask.dims(geometry.batch, geometry.heads, geometry.device)
+    count = max(1, SCORES_COMPARED // (mask_batch * mask_heads * geometry.kv_len))
+    order = torch.randperm(geometry.q_len, generator=torch.Generator().manual_seed(0))
+    return {"hash of which keys are kept": _digest(_bytes(geometry.kept_of(order[:count])))}
+
+
+def digest(tensor: Tensor) -> str:
+    """A hash of shape, dtype and values."""
+    return _digest(f"{tensor.dtype} {list(tensor.shape)}".encode() + _bytes(tensor))
 
 
 def _digest(data: bytes) -> str:

@@ -13,10 +13,11 @@ from stof.distributed.agreement import agree
 from stof.distributed.exchange import GatherKeys, HeadsOfTokens, TokensOfHeads
 from stof.distributed.shards import Shards
 from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
-from stof.errors import ArgumentError, DeviceError, ShapeError, StofError, shown
+from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StofError, UnsupportedError, shown
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph
-from stof.validation import check_scale, check_scales, check_sinks, check_softcap, check_tensors
+from stof.sharding import is_dtensor
+from stof.validation import check_bias, check_scale, check_scales, check_sinks, check_softcap, check_tensors
 
 
 @overload
@@ -28,8 +29,10 @@ def attention(
     *,
     way: str | None = None,
     scale: float | None = None,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -43,8 +46,10 @@ def attention(
     *,
     way: str | None = None,
     scale: float | None = None,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -57,8 +62,10 @@ def attention(
     *,
     way: str | None = None,
     scale: float | None = None,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys of all ranks under the mask of `shards`; differentiable.
@@ -75,7 +82,10 @@ def attention(
             (Ulysses, arXiv 2309.14509); `H` is a multiple of the number of ranks. "keys": queries stay, keys and values
             of all ranks are gathered. Default: the one that `shards.explain(q, k, v)` estimates to be faster.
         scale, softcap: as for `stof.attention`.
+        bias: rows of this rank's tokens, columns of all: broadcastable to `[B, H, S_local, S]`. It takes way "keys".
+            Where it is the same on all ranks, its gradient is this rank's share.
         sinks: `[H]`, the same on every rank. Its gradient is this rank's share: the sum over ranks is the gradient.
+        dropout_p: 0; others are refused.
         return_lse: also return the log-sum-exp of the kept scores.
 
     Returns:
@@ -85,7 +95,10 @@ def attention(
     Raises:
         ShapeError, HeadCountError, DtypeError, DeviceError, ArgumentError: before anything is exchanged; heads that do
             not divide, or tensors of another number of tokens than the shard's, among them.
-        RankMismatchError: at the first call with these shards, if another rank calls with other sizes or options.
+        UnsupportedError: dropout.
+        RankMismatchError: at the first call with these shards, if another rank refuses it, or calls with other sizes or
+            options. Later calls are checked by each rank alone, because an exchange would wait for the device: the
+            other ranks of one that refuses wait until the process group's timeout.
 
     Examples:
         >>> import torch.distributed as dist
@@ -100,28 +113,35 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         break_graph("stof.distributed.attention exchanges tensors between ranks outside of compiled graphs")
         return torch.compiler.disable(attention)(
-            q, k, v, shards, way=way, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
-        )
+            q, k, v, shards, way=way, scale=scale, bias=bias, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+            return_lse=return_lse,
+        )  # fmt: skip
     if not isinstance(shards, Shards):
         raise ArgumentError(f"shards is made by stof.distributed.shard, got {type(shards).__name__}")
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    if shards.ranks == 1 and way in (None, *WAYS) and _has_tokens(q, k, shards.length):
-        out, lse = local_attention(q, k, v, shards.mask, sinks=sinks, **options, return_lse=True)
+    if shards.ranks == 1 and way in (None, *WAYS) and not dropout_p and _has_tokens(q, k, shards.length):
+        out, lse = local_attention(q, k, v, shards.mask, bias=bias, sinks=sinks, **options, return_lse=True)
         return (out, lse) if return_lse else out
     error: StofError | None = None
     facts: dict[str, object] = {}
     try:
-        _check(q, k, v, shards, way, scale, softcap, sinks)
+        if any(map(is_dtensor, (q, k, v, bias, sinks))):
+            raise DtypeError("stof.distributed.attention takes tensors of this rank, got DTensors; give x.to_local()")
+        _check(q, k, v, shards, way, scale, softcap, sinks, dropout_p)
+        bias = check_bias(bias, q, shards.length)
+        if bias is not None and way == "heads":
+            raise ArgumentError('a bias has the rows of this rank, which way="heads" does not; leave way out')
         sizes = Sizes.of(q, k, v)
-        taken = way or shards.way_for(sizes)
+        taken = way or ("keys" if bias is not None else shards.way_for(sizes))
         check_way(taken, sizes.heads, shards.ranks)
         plans = shards.plans(taken, sizes, q.device)
         if not shards.agreed:
             facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
+            facts |= {"whether there is a bias": bias is not None, "whether there are sinks": sinks is not None}
+            facts |= shards.facts(sizes)
     except StofError as refused:
         error = refused
     if not shards.agreed:
-        # Later on a rank that refuses a call raises alone: the others may have begun to exchange.
         agree(shards.exchange.group, facts, error)
         shards.agreed = True
     if error is not None:
@@ -129,7 +149,7 @@ def attention(
     if taken == "heads":
         out, lse = _by_heads(q, k, v, shards, plans[0], sinks, options, return_lse)
     else:
-        out, lse = _by_keys(q, k, v, shards, plans, sinks, options)
+        out, lse = _by_keys(q, k, v, shards, plans, bias, sinks, options)
     return (out, lse) if return_lse else out
 
 
@@ -146,7 +166,14 @@ def _check(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    dropout_p: float,
 ) -> None:
+    if dropout_p:
+        raise UnsupportedError(
+            "stof.distributed.attention has no dropout: which weights it drops would follow from positions in the "
+            "shard, so ranks would drop alike and otherwise than one process; leave dropout_p out",
+            {},
+        )
     check_tensors(q, k, v)
     check_scales(None, q, k)
     check_scale(scale, q.shape[-1])
@@ -196,15 +223,18 @@ def _by_keys(
     v: Tensor,
     shards: Shards,
     plans: tuple[Plan, ...],
+    bias: Tensor | None,
     sinks: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """This rank's ranges of queries, one call each, with the keys of all ranks."""
     k, v = GatherKeys.apply(shards.exchange, k, v)
-    rows = q.split([plan.q_len for plan in plans], 2)
+    lengths = [plan.q_len for plan in plans]
+    by_row = bias is not None and bias.shape[2] > 1
+    biases = bias.split(lengths, 2) if bias is not None and by_row else [bias] * len(plans)
     parts = [
-        local_attention(part, k, v, plan, sinks=sinks, **options, return_lse=True)
-        for part, plan in zip(rows, plans, strict=True)
+        local_attention(part, k, v, plan, bias=bias_of_part, sinks=sinks, **options, return_lse=True)
+        for part, bias_of_part, plan in zip(q.split(lengths, 2), biases, plans, strict=True)
     ]
     if len(parts) == 1:
         return parts[0]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from stof.distributed.agreement import agree, mask_facts
+from stof.distributed.agreement import agree, mask_facts, rows_facts
 from stof.distributed.exchange import Exchange, Join
 from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
@@ -115,7 +115,8 @@ class Shards:
         assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
         costs = Costs.of(survey, geometry, assignment, self.length)
         shards = Shards(frozen, self.length, self.mesh, assignment, costs)
-        shards.agreed = self.agreed
+        # Masks that depend on sizes are compared at their first call, which has these.
+        shards.agreed = self.agreed and not frozen.depends_on_sizes
         return shards
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
@@ -156,6 +157,13 @@ class Shards:
                 make_plan(mask, rows, self.length, **options, config=None, row_order=None) for mask, rows in parts
             )
         return stored
+
+    def facts(self, sizes: Sizes) -> dict[str, str]:
+        """What ranks compare of a mask at its first call, if it depends on the batch entry or the head."""
+        if not self.mask.depends_on_sizes:
+            return {}
+        length, device = self.length, self.device
+        return rows_facts(MaskGeometry(self.mask, length, length, batch=sizes.batch, heads=sizes.heads, device=device))
 
     def _dimension(self, tensor: Tensor, dim: int, length: int, what: str) -> int:
         if not isinstance(tensor, Tensor):
@@ -218,9 +226,10 @@ def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey
         frozen = as_mask(mask).frozen()
         frozen.check(length, length)
         geometry = geometry_of(length, ranks)
-        sizes: dict[str, Any] = {"batch": frozen.batch, "heads": frozen.heads, "device": device_of(mesh)}
-        survey = MaskGeometry(frozen, length, length, **sizes).survey((geometry,), None)
-        facts |= mask_facts(frozen, survey)
+        evaluated = MaskGeometry(frozen, length, length, batch=frozen.batch, heads=frozen.heads, device=device_of(mesh))
+        survey = evaluated.survey((geometry,), None)
+        if ranks > 1:
+            facts |= mask_facts(evaluated, survey)
     except StofError as refused:
         error = refused
     if ranks > 1:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from stof.dynamic.backward_lists import BackwardLists
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import ArgumentError
 from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
@@ -29,26 +31,6 @@ if TYPE_CHECKING:
 OVERFLOW = 1 << 16
 # The bits of a float32 that is not a number.
 _NAN_BITS = 0x7FC00000
-
-
-@dataclass(frozen=True)
-class DynamicSizes:
-    """Sizes that never change. Rows and keys of the attention, block sizes, and leading sizes of the mask."""
-
-    q_len: int
-    kv_len: int
-    block_m: int
-    block_n: int
-    mask_batch: int
-    mask_heads: int
-
-    @property
-    def patterns(self) -> int:
-        return self.mask_batch * self.mask_heads
-
-    @property
-    def row_blocks(self) -> int:
-        return -(-self.q_len // self.block_m)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +74,7 @@ class WorkBuffers:
             do.
         pending_fills: those of `filled` that as yet only replays of a captured call fill, in which they were first
             used.
+        backward: lists for gradients, by their tile size; filled by every update.
     """
 
     problem: DynamicSizes
@@ -102,6 +85,7 @@ class WorkBuffers:
     filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
     captured_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
     pending_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    backward: dict[int, BackwardLists] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:
@@ -110,7 +94,8 @@ class WorkBuffers:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
-        return (*tensors_of(self.work), self.flags)
+        held = [tensor for lists in self.backward.values() for tensor in lists.tensors()]
+        return (*tensors_of(self.work), self.flags, *held)
 
     def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Launches for tensors of some shapes and strides, made once."""
@@ -141,6 +126,14 @@ class WorkBuffers:
         Raises:
             UnfitLayoutError: it refuses.
         """
+        raise NotImplementedError
+
+    def backward_size(self, size: int) -> int:
+        """The largest tile size of lists for gradients, up to `size`."""
+        return size
+
+    def backward_lists(self, size: int) -> BackwardLists:
+        """Lists for gradients in tiles of `size` x `size`, to be filled by the next update."""
         raise NotImplementedError
 
     def use_work(self, captured: bool) -> None:
@@ -206,11 +199,6 @@ class WorkBuffers:
         held = {t.data_ptr(): t for t in self.tensors()}
         tiles = sum(tiles.bytes() for tiles in self.hopper.values())
         return sum(t.numel() * t.element_size() for t in held.values()) + tiles
-
-
-def int_zeros(device: torch.device) -> Callable[..., Tensor]:
-    """`zeros(*shape)`, int32 on a device."""
-    return partial(torch.zeros, dtype=torch.int32, device=device)
 
 
 def empty_work(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.dynamic.block_topk.buffers import BlockBuffers, block_buffers, fill_blocks
-from stof.dynamic.buffers import DynamicSizes, WorkBuffers
+from stof.dynamic.buffers import WorkBuffers
 from stof.dynamic.dense.buffers import DenseBuffers, dense_buffers, fill_dense
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
 from stof.errors import MaskError
 from stof.masks import Mask
@@ -77,7 +78,7 @@ def make_buffers(
         core.check_sizes(*lengths)
     else:
         core.check(*lengths)
-    return dense_buffers(problem, density, device)
+    return dense_buffers(problem, density, int_zeros(device)(problem.patterns))
 
 
 def _ready(buffers: WorkBuffers) -> WorkBuffers:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
-from stof.dynamic.mask_buffers import BLOCK, fill_buffers, make_buffers, mask_signature, mask_tensors
+from stof.dynamic.gradients import DynamicGradients
+from stof.dynamic.mask_buffers import BLOCK, core_of, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.implementation import BoundCall
@@ -18,12 +20,12 @@ from stof.layout import Layout, LayoutConfig
 from stof.layout.survey import Survey
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
-from stof.masks.dynamic import described
+from stof.masks.dynamic import VerticalSlash, described
 from stof.masks.tensors import DenseMask, as_mask, dense_view
 from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.runtime import streams
-from stof.runtime.memory import in_capture, record_streams, tensors_on_host
+from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -41,6 +43,10 @@ class DynamicPlan(Plan):
     the attention calls that follow, and replayed after the mask's tensors changed in place. Lists that the Hopper
     kernel reads are made by the first call it runs; make that one before a capture, within which the Triton kernel
     would serve instead. Elsewhere `update` builds anew.
+
+    Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes
+    lists for the backward pass, which later updates fill as well; make it before an update is captured. An update
+    between a call and its backward pass makes that pass raise `PlanMismatchError`.
 
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
     replays of graphs that hold some of them, and calls and updates by several threads.
@@ -60,6 +66,7 @@ class DynamicPlan(Plan):
         self._replayed = False
         self._captured = False
         self._streams: set[int] = set()
+        self.updates = 0
         dims = mask.dims(*sizes)
         geometry = self._geometry_of(mask, lengths, device)
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
@@ -73,6 +80,8 @@ class DynamicPlan(Plan):
         return DynamicPlan, (self._mask, (self.q_len, self.kv_len), self._sizes, self.device, self._density)
 
     def _geometry_of(self, mask: Mask, lengths: tuple[int, int], device: torch.device) -> MaskGeometry:
+        if device.type != "cuda":
+            mask = mask.frozen()  # layouts for gradients are built later, and the mask's tensors may have changed
         return MaskGeometry(mask, *lengths, batch=self._sizes[0], heads=self._sizes[1], device=device)
 
     @property
@@ -113,6 +122,7 @@ class DynamicPlan(Plan):
             self._layout = None
             self._prepared.clear()
             self._calls.clear()
+            self.gradients = None
         else:
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -131,7 +141,9 @@ class DynamicPlan(Plan):
                         tensor.record_stream(stream)
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
-        self._mask, self.geometry = mask, self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        self._mask = mask
+        self.geometry = self._origin = self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        self.updates += 1
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
@@ -151,7 +163,7 @@ class DynamicPlan(Plan):
         """
         if self._buffers is None:
             return  # `update` has raised already
-        self._wait()
+        self.wait_for_update()
         every_flags = self._buffers.flags.tolist()
         if not any(every_flags):
             return
@@ -211,10 +223,10 @@ class DynamicPlan(Plan):
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
-        self._wait()
+        self.wait_for_update()
         return super().find_call(*arguments)
 
-    def _wait(self) -> None:
+    def wait_for_update(self) -> None:
         """Let the plan's device's current stream wait for the last update."""
         if self._buffers is not None and torch.cuda.is_initialized():
             with torch.cuda.device(self.device):
@@ -230,6 +242,38 @@ class DynamicPlan(Plan):
                 self._buffers.run_pending_fills()
                 if not capturing:
                     self._updates[False] = Update.here()
+
+    def prepare_backward(self, call: CallSpec) -> None:
+        """Make lists for the gradients of a call and fill them from the mask's tensors; later updates fill them.
+
+        Raises:
+            UnsupportedError: no gradients of such calls, or such a call for the first time after an update was captured
+                in a CUDA graph, whose replays would not fill the lists.
+        """
+        if isinstance(core_of(self._mask)[0], VerticalSlash):
+            raise UnsupportedError(
+                "no gradients under a dynamic plan of vertical_slash, which is for inference; make a plan of each "
+                "step's mask by stof.plan",
+                {},
+            )
+        if self._buffers is None:
+            return
+        if self.gradients is None:
+            self.gradients = DynamicGradients(self, self._buffers)
+        _, tiling = self.gradients.choices(call)[0]
+        size = tiling.dq_layout[0].block_m
+        if size in self._buffers.backward:
+            return
+        if self._captured or in_capture():
+            raise UnsupportedError(
+                "the first call with gradients under a dynamic plan makes lists that updates fill; make one such call "
+                "before an update or a call is captured in a CUDA graph",
+                {},
+            )
+        with torch.cuda.device(self.device):
+            self._buffers.backward[size] = outside_graph_pool(self.device, partial(self._buffers.backward_lists, size))
+            self._fill(self._buffers, self._mask, False, streams.stream_id())
+            self._updates[False] = Update.here()
 
     def refuse_first_call(self) -> None:
         """Nothing: see `choice` for what runs within a capture."""

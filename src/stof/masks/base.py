@@ -240,9 +240,11 @@ def check_sizes(batch: int, heads: int) -> None:
 
 
 def foreign_layout(tensor: Tensor) -> str | None:
-    """The layout of a tensor that is not strided (nested, sparse, MKL-DNN), which nothing here reads; else None."""
+    """What is no strided tensor (nested, sparse, MKL-DNN, of subclasses that wrap others): nothing here reads it."""
     if tensor.is_nested:
         return "nested"
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return type(tensor).__name__
     return None if tensor.layout == torch.strided else str(tensor.layout)
 
 

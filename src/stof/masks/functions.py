@@ -6,11 +6,12 @@ import builtins
 import contextlib
 import dis
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,11 +318,15 @@ def _state_of(fn: MaskFunction) -> State | None:
     if names is None:
         return None
     variables = fn.__globals__
-    if not all(name in variables or (name in _STATELESS and name in vars(builtins)) for name in names):
-        return None
-    read: dict[Any, object] = {
-        name: variables[name] for name in names if name in variables and variables[name] is not torch
-    }
+    read: dict[Any, object] = {}
+    for name, attribute in names:
+        if name not in variables:
+            if name not in _STATELESS or name not in vars(builtins):
+                return None
+        elif variables[name] is not torch:
+            read[name] = variables[name]
+        elif not _is_constant(attribute):
+            return None
     try:
         cells = {n: cell.cell_contents for n, cell in enumerate(fn.__closure__ or ())}
     except ValueError:  # a variable without a value
@@ -340,24 +345,41 @@ def _state_of(fn: MaskFunction) -> State | None:
 _NUMBERS = {bool, int, float, str, type(None)}
 # Builtins that always do the same.
 _STATELESS = {"abs", "bool", "float", "int", "len", "max", "min", "range", "reversed", "sum", "tuple", "zip"}
-# Instructions that read globals and builtins, and those that change what the next call reads.
+# Instructions that read globals and builtins, their attributes, and those that change what the next call reads.
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _STORES = {"STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_DEREF"}
 
 
+def _is_constant(attribute: str) -> bool:
+    """Whether an attribute of `torch` does the same in every call: an operator, a dtype, or `torch.inf`.
+
+    Operators are static methods of a class: they have no `__self__`. Builtins that read flags have their module.
+    """
+    value = getattr(torch, attribute, None)
+    operator = type(value) is BuiltinFunctionType and value.__self__ is None
+    return operator or isinstance(value, torch.dtype) or attribute in ("inf", "nan", "pi", "e")
+
+
 @functools.lru_cache(maxsize=1024)
-def _globals_of(code: CodeType) -> tuple[str, ...] | None:
+def _globals_of(code: CodeType) -> tuple[tuple[str, str], ...] | None:
     """Names of globals and builtins that a function's code reads; None if it does more than read.
 
     That is an import, an assignment to a variable that outlives the call, an inner function, or an operator that is not
     PyTorch's own.
+
+    Returns:
+        Pairs of a name and the attribute that is read of it, "" if it is read in another way.
     """
-    steps = list(dis.get_instructions(code))
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
     more = any(step.opname.startswith("IMPORT") or step.opname in _STORES for step in steps)
     if inner or more or code.co_cellvars or {"ops", "_C"} & set(code.co_names):
         return None
-    return tuple({str(step.argval): None for step in steps if step.opname in _LOADS})
+    reads = [(step.argval, following) for step, following in itertools.pairwise(steps) if step.opname in _LOADS]
+    return tuple(
+        {(name, following.argval if following.opname in _ATTRIBUTES else ""): None for name, following in reads}
+    )
 
 
 def _warn_slow(fn: MaskFunction, reason: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
-from stof.masks.per_head import HeadRange, PerHead
+from stof.masks.per_head import EntryRange, PerHead
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 9
@@ -336,10 +336,11 @@ def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
     return to.add(op, 1, 1, size=size, at=at, table=-to.drawn, entries=picks, extra=first)
 
 
-def _head_range(to: _Writer, mask: HeadRange, at: _Place) -> int:
-    to.h += mask.first
+def _entry_range(to: _Writer, mask: EntryRange, at: _Place) -> int:
+    b, h = to.b, to.h
+    to.b, to.h = (b, h + mask.first) if mask.dim else (b + mask.first, h)
     deepest = to.write(mask.mask, at)
-    to.h -= mask.first
+    to.b, to.h = b, h
     return deepest
 
 
@@ -349,7 +350,7 @@ _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     Or: _composite,
     Not: _not,
     Placed: lambda to, mask, at: to.write(mask.mask, at.within(mask)),
-    HeadRange: _head_range,
+    EntryRange: _entry_range,
     Transposed: lambda to, mask, at: to.write(mask.mask, at.transposed()),
     PerHead: lambda to, mask, at: to.write(mask.masks[to.h], at),
     rules.Full: lambda to, mask, at: to.key(at),

@@ -14,7 +14,7 @@ from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import patterns
 from stof.masks.base import LIVING
 from stof.masks.compose import Mask, placed, transposed
-from stof.masks.per_head import for_heads
+from stof.masks.per_head import for_batch, for_heads
 
 PATTERNS: dict[str, Callable[..., Mask]] = {
     fn.__name__: fn
@@ -36,6 +36,8 @@ PATTERNS: dict[str, Callable[..., Mask]] = {
         patterns.per_head,
     )
 }
+# What is made of another mask, the first argument.
+_OF_MASKS: dict[str, Callable[..., Mask]] = {fn.__name__: fn for fn in (placed, for_batch, for_heads)}
 
 
 def mask_by_key(key: str) -> Mask:
@@ -113,9 +115,9 @@ def _mask(node: ast.expr) -> Mask:
             return _checked("with_query_offset", _mask(inner).with_query_offset, values, named)
         case ast.Call(func=ast.Name(id="per_head"), args=[ast.List(elts=items)], keywords=[]):
             return patterns.per_head([_mask(item) for item in items])
-        case ast.Call(func=ast.Name(id="placed" | "for_heads" as name), args=[inner, *args], keywords=keywords):
+        case ast.Call(func=ast.Name(id=name), args=[inner, *args], keywords=keywords) if name in _OF_MASKS:
             values, named = _arguments(args, keywords)
-            return _checked(name, placed if name == "placed" else for_heads, [_mask(inner), *values], named)
+            return _checked(name, _OF_MASKS[name], [_mask(inner), *values], named)
         case ast.Call(func=ast.Name(id="transposed"), args=[inner], keywords=[]):
             return transposed(_mask(inner))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):

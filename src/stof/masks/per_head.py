@@ -1,4 +1,4 @@
-"""One mask for each query head, and the masks of some heads of all."""
+"""One mask for each query head, and the masks of some heads, or batch entries, of all."""
 
 from __future__ import annotations
 
@@ -63,23 +63,39 @@ class PerHead(Composite):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadRange(Wrapped):
-    """The inner mask for some of its query heads; see `for_heads`."""
+class EntryRange(Wrapped):
+    """The inner mask for some of its batch entries or query heads; see `for_batch` and `for_heads`.
 
+    Attributes:
+        dim: 0 for batch entries, 1 for heads.
+        first, count, total: which, and of how many.
+    """
+
+    dim: int
     first: int
     count: int
     total: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask.heads not in (1, self.total):
-            raise ShapeError(
-                f"the mask is bound to a number of heads of {self.mask.heads}, the inputs have {self.total}"
-            )
-        object.__setattr__(self, "heads", self.count if self.mask.heads != 1 else 1)
+        bound = (self.mask.batch, self.mask.heads)[self.dim]
+        if bound not in (1, self.total):
+            what = ("batch size", "number of heads")[self.dim]
+            raise ShapeError(f"the mask is bound to a {what} of {bound}, the inputs have {self.total}")
+        if bound != 1:
+            object.__setattr__(self, ("batch", "heads")[self.dim], self.count)
 
     def _moved(self, index: Index) -> Index:
-        return replace(index, h=index.h + self.first)
+        return replace(index, h=index.h + self.first) if self.dim else replace(index, b=index.b + self.first)
+
+    def _resized(self, batch: int, heads: int, size: int) -> tuple[int, int]:
+        """The sizes of a mask, with `size` in this dimension unless all of its entries are alike."""
+        if self.dim:
+            return batch, size if heads != 1 else 1
+        return size if batch != 1 else 1, heads
+
+    def _narrowed(self, x: Tensor) -> Tensor:
+        return x if x.shape[self.dim] == 1 else x.narrow(self.dim, self.first, self.count)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         return self.mask.tile_bounds(self._moved(index))
@@ -89,20 +105,31 @@ class HeadRange(Wrapped):
 
     def as_tensor(self, q_len: int, kv_len: int) -> Tensor | None:
         keep = self.mask.as_tensor(q_len, kv_len)
-        return keep if keep is None or keep.shape[1] == 1 else keep[:, self.first : self.first + self.count]
+        return keep if keep is None else self._narrowed(keep)
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-        if heads != self.count:
-            raise ShapeError(f"the mask is that of {self.count} of {self.total} heads, the inputs have {heads}")
-        mask_batch, mask_heads = self.mask.dims(batch, self.total, device)
-        return mask_batch, self.count if mask_heads != 1 else 1
+        size = (batch, heads)[self.dim]
+        if size != self.count:
+            what = ("batch entries", "heads")[self.dim]
+            raise ShapeError(f"the mask is that of {self.count} of {self.total} {what}, the inputs have {size}")
+        sizes = (batch, self.total) if self.dim else (self.total, heads)
+        return self._resized(*self.mask.dims(*sizes, device), self.count)
 
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        ids = self.mask.pattern_ids(mask_batch, self.total if mask_heads != 1 else 1)
-        return ids if ids.shape[1] == 1 else ids[:, self.first : self.first + self.count]
+        return self._narrowed(self.mask.pattern_ids(*self._resized(mask_batch, mask_heads, self.total)))
 
     def __repr__(self) -> str:
-        return f"for_heads({self.mask.key}, first={self.first}, count={self.count}, total={self.total})"
+        name = ("for_batch", "for_heads")[self.dim]
+        return f"{name}({self.mask.key}, first={self.first}, count={self.count}, total={self.total})"
+
+
+def for_batch(mask: Mask, first: int, count: int, total: int) -> Mask:
+    """The mask of `count` batch entries from `first` on, out of `total`: those that one rank computes.
+
+    Raises:
+        ShapeError: the mask is bound to another batch size.
+    """
+    return EntryRange(mask, 0, first, count, total) if count < total and mask.depends_on_batch else mask
 
 
 def for_heads(mask: Mask, first: int, count: int, total: int) -> Mask:
@@ -111,4 +138,4 @@ def for_heads(mask: Mask, first: int, count: int, total: int) -> Mask:
     Raises:
         ShapeError: the mask is bound to another number of heads.
     """
-    return HeadRange(mask, first, count, total) if count < total and mask.depends_on_heads else mask
+    return EntryRange(mask, 1, first, count, total) if count < total and mask.depends_on_heads else mask

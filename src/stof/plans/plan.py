@@ -104,6 +104,7 @@ class Plan(Numbered):
     """
 
     is_dynamic = False  # whether the mask is replaced in every step
+    updates = 0  # how often it was
 
     def __init__(
         self,
@@ -207,6 +208,12 @@ class Plan(Numbered):
     def refuse_first_call(self) -> None:
         """Raise UnsupportedError during the capture of a CUDA graph: a first call works on the host."""
         refuse_capture(self.device)
+
+    def prepare_backward(self, call: CallSpec) -> None:
+        """Nothing: the first backward pass builds what it reads, as the mask stays the same."""
+
+    def wait_for_update(self) -> None:
+        """Nothing, as the mask stays the same."""
 
     def for_call(self, q: Tensor, k: Tensor) -> Plan:
         """Return the plan that computes a call, here itself; errors as of `check_call`."""

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
@@ -47,6 +48,7 @@ __all__ = [
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
     "has_hooks",
+    "has_values",
     "hooks_are_set",
     "inductor",
     "init_triton_cache",
@@ -56,6 +58,7 @@ __all__ = [
     "is_jit_tracing",
     "is_mutable",
     "is_plain",
+    "is_traced",
     "launcher_of",
     "outside_tracing",
     "pytree",
@@ -179,8 +182,25 @@ def break_graph(reason: str) -> None:
     torch._dynamo.graph_break(reason)
 
 
+def is_traced(tensor: Any) -> bool:
+    """Whether a compiler or exporter traces the call that has this tensor.
+
+    `torch.compiler.is_compiling` alone is also true while another thread compiles or exports. Only Dynamo traces calls
+    whose tensors are PyTorch's own.
+    """
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and type(tensor) not in _PLAIN)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a call on this tensor computes: it may be a user's subclass, but is none that stands for values.
+
+    `FakeTensor`, `FunctionalTensor`: without them, calls that are traced would make plans that the trace outlives.
+    """
+    return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
+
+
 def is_exporting() -> bool:
-    """Whether torch.export traces.
+    """Whether torch.export traces, in any thread.
 
     `torch.compiler._is_exporting_flag`: the public `torch.compiler.is_exporting` is always true where Dynamo of PyTorch
     2.11 traces. Without it, programs would hold numbers of masks that mean nothing to the process that loads them.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,26 @@ class KernelTimes:
 
 
 @dataclass(frozen=True)
+class BackwardTimes:
+    """Microseconds of one configuration of a backward kernel; they only rank its variants.
+
+    Attributes:
+        item: fixed part of a program.
+        partial, full: one tile of that kind.
+        chunk: what a chunk of a split row block costs more: its sums are written, and merged.
+    """
+
+    item: float
+    partial: float
+    full: float
+    chunk: float
+
+    def weights(self) -> Tensor:
+        """float64 `[4]`, in the order above."""
+        return torch.tensor([self.item, self.partial, self.full, self.chunk], dtype=torch.float64, device="cpu")
+
+
+@dataclass(frozen=True)
 class DeviceModel:
     """Constants of one device.
 
@@ -62,6 +82,7 @@ class DeviceModel:
         bytes_per_us: memory bandwidth.
         row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
         kernels: by the key of `kernel_key`.
+        backward: of the backward kernels, by the key of `BackwardTile.key`.
         stands_in_for: the device these constants are used for, where that was never tuned; else "".
     """
 
@@ -72,6 +93,7 @@ class DeviceModel:
     bytes_per_us: float
     row_wise: tuple[float, float]
     kernels: dict[str, KernelTimes]
+    backward: dict[str, BackwardTimes] = field(default_factory=dict)
     stands_in_for: str = ""
 
     def notice(self) -> str:
@@ -129,7 +151,11 @@ def _load(path: Path) -> DeviceModel | None:
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:
-    """The model of a data file's content."""
+    """The model of a data file's content; one without constants of the backward kernels gets the default device's."""
+    backward = {key: BackwardTimes(**times) for key, times in values.get("backward", {}).items()}
+    if not backward:
+        default = _load(_data_file(DEFAULT_DEVICE))
+        backward = {} if default is None else default.backward
     return DeviceModel(
         device=values["device"],
         multiprocessors=values["multiprocessors"],
@@ -138,13 +164,14 @@ def model_from_dict(values: dict[str, Any]) -> DeviceModel:
         bytes_per_us=values["bytes_per_us"],
         row_wise=(values["row_wise"]["row_us"], values["row_wise"]["key_us"]),
         kernels={key: KernelTimes(**times) for key, times in values["kernels"].items()},
+        backward=backward,
     )
 
 
 def model_to_dict(model: DeviceModel) -> dict[str, Any]:
     """What a data file holds, rounded to what was measured."""
 
-    def rounded(times: KernelTimes) -> dict[str, float]:
+    def rounded(times: KernelTimes | BackwardTimes) -> dict[str, float]:
         return {name: float(f"{value:.4g}") for name, value in vars(times).items()}
 
     return {
@@ -155,4 +182,5 @@ def model_to_dict(model: DeviceModel) -> dict[str, Any]:
         "bytes_per_us": model.bytes_per_us,
         "row_wise": {"row_us": model.row_wise[0], "key_us": model.row_wise[1]},
         "kernels": {key: rounded(model.kernels[key]) for key in sorted(model.kernels)},
+        "backward": {key: rounded(model.backward[key]) for key in sorted(model.backward)},
     }

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.builders.host_first import host_mask
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
+from stof.masks.index import Index
 
 T = TypeVar("T")
 
@@ -97,6 +99,14 @@ class MaskGeometry(Geometry):
         if counts is None:
             counts = self._surveys[key] = self._by(survey, geometries, row_order)
         return counts
+
+    def kept_of(self, rows: Tensor) -> Tensor:
+        """Which keys some rows keep: bool `[mask_batch, mask_heads, rows, kv_len]`."""
+        mask, place = self._evaluated
+        mask_batch, mask_heads = mask.dims(self.batch, self.heads, place)
+        b, h, keys = (torch.arange(n, device=place) for n in (mask_batch, mask_heads, self.kv_len))
+        index = Index.make(rows.to(place), keys, q_len=self.q_len, kv_len=self.kv_len, b=b, h=h)
+        return mask.evaluate(index).expand(mask_batch, mask_heads, len(rows), self.kv_len)
 
     def own_order_survey(self, geometry: LayoutConfig) -> Survey:
         """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""

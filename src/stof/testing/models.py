@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from stof.masks import Mask
 from stof.testing.mask_grid import GRID
 
 WINDOW, SINKS = 512, 16
+# Rows and columns of ViT's patches.
+PATCH = 16
 
 # Sizes as published; LLaMA's are those of a 1.0 B model.
 _SIZES: dict[str, dict[str, Any]] = {
@@ -28,17 +33,20 @@ _SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8192,
         "vocab_size": 32000,
     },
+    "modernbert": {},
     "t5": {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 3072, "d_kv": 64},
     "vit": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 MODELS = tuple(_SIZES)
 CAUSAL = ("gpt2", "llama")
-MASKS = ("full", "window+sinks", "longformer", "bigbird")
+MASKS = ("full", "window+sinks", "longformer", "bigbird", "documents", "neighborhood")
+# Patches of an image that a patch sees on each side, in rows and in columns.
+REACH = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, `batch` sequences of `seq` tokens (ViT: images of 196 patches and a class token), and a mask."""
+    """A model, `batch` sequences of `seq` tokens (ViT: a class token and the patches of a square image), and a mask."""
 
     model: str
     batch: int
@@ -85,17 +93,26 @@ def build(name: str, seq: int) -> nn.Module:
         made = t.LlamaModel(t.LlamaConfig(**sizes, max_position_embeddings=max(2048, seq), use_cache=False))
     elif name == "t5":
         made = t.T5EncoderModel(t.T5Config(**sizes))
+    elif name == "modernbert":
+        made = t.ModernBertModel(t.ModernBertConfig(**sizes))
     else:
-        made = t.ViTModel(t.ViTConfig(**sizes), add_pooling_layer=False)
+        made = t.ViTModel(t.ViTConfig(**sizes, image_size=PATCH * image_side(seq)), add_pooling_layer=False)
     module: nn.Module = made.eval()
     return module
+
+
+def image_side(seq: int) -> int:
+    """Patches in a row of ViT's images: as many as make `seq` tokens, else 14."""
+    side = math.isqrt(max(0, seq - 1))
+    return side if side and side * side + 1 == seq else 14
 
 
 def inputs_of(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Random tokens, or pixels for ViT (float32)."""
     generator = torch.Generator(device).manual_seed(1)
     if case.model == "vit":
-        return {"pixel_values": torch.randn(case.batch, 3, 224, 224, generator=generator, device=device)}
+        side = PATCH * image_side(case.seq)
+        return {"pixel_values": torch.randn(case.batch, 3, side, side, generator=generator, device=device)}
     return {"input_ids": torch.randint(1, 30000, (case.batch, case.seq), generator=generator, device=device)}
 
 
@@ -103,13 +120,38 @@ def mask_of(case: Case) -> Mask | None:
     """The mask as a value; None when the model's own is all there is.
 
     Raises:
-        ArgumentError: a mask that there is not, or one for ViT.
+        ArgumentError: a mask that there is not, or that is not for this model.
     """
-    if case.mask not in MASKS or (case.model == "vit" and case.mask != "full"):
-        raise ArgumentError(f"no mask {case.mask!r} for {case.model}; there are {', '.join(MASKS)} (ViT: full)")
+    if case.mask not in MASKS or ((case.model == "vit") != (case.mask == "neighborhood") and case.mask != "full"):
+        known = ", ".join(mask for mask in MASKS if mask != "neighborhood")
+        raise ArgumentError(f"no mask {case.mask!r} for {case.model}; there are {known} (ViT: full, neighborhood)")
     if case.mask == "full":
         return None
+    if case.mask == "documents":
+        documents = masks.documents(cu_seqlens=[0, *accumulate(document_lengths(case.seq))])
+        return masks.causal() & documents if case.model in CAUSAL else documents
+    if case.mask == "neighborhood":
+        return masks.from_function(neighborhood(image_side(case.seq)))
     if case.mask == "window+sinks":
         return masks.causal() & (masks.sliding_window(WINDOW - 1) | masks.sink_tokens(SINKS))
     mask = GRID[case.mask].mask(case.seq)
     return masks.causal() & mask if case.model in CAUSAL else mask
+
+
+def document_lengths(seq: int) -> list[int]:
+    """Documents packed into one sequence: a half, a quarter, ..., none shorter than 16."""
+    lengths: list[int] = []
+    while seq >= 32:
+        lengths.append(seq // 2)
+        seq -= seq // 2
+    return [*lengths, seq]
+
+
+def neighborhood(side: int) -> Callable[..., Any]:
+    """A mask function: patches see those within `REACH`; the class token sees all, and all see it."""
+
+    def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row, column = (q - 1) // side - (kv - 1) // side, (q - 1) % side - (kv - 1) % side
+        return (row.abs() <= REACH) & (column.abs() <= REACH) | (q == 0) | (kv == 0)
+
+    return keep

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stof.kernels.dropout import Dropout, dense_kept_weights
+
 
 def oracle_attention(
     q: Tensor,
@@ -18,6 +20,7 @@ def oracle_attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `stof.attention` must compute, in float64.
 
@@ -25,12 +28,15 @@ def oracle_attention(
         q: `[B, H, Sq, D]`, any floating dtype; the same for k `[B, Hkv, Skv, D]` and v `[B, Hkv, Skv, Dv]`.
         keep: bool, broadcastable to `[B, H, Sq, Skv]`, true where the key is seen; None sees all.
         scale, bias, softcap, sinks: as for `stof.attention`.
+        dropout: its probability and what the call draws, see `stof.kernels.dropout`; None for none.
 
     Returns:
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`, both float64. Rows that keep nothing give 0 and -inf. The lse does not
-        count the sinks.
+        count the sinks, nor dropout.
     """
-    return plain_attention(q, k, v, keep, scale=scale, bias=bias, softcap=softcap, sinks=sinks, dtype=torch.float64)
+    return plain_attention(
+        q, k, v, keep, scale=scale, bias=bias, softcap=softcap, sinks=sinks, dropout=dropout, dtype=torch.float64
+    )
 
 
 def plain_attention(
@@ -43,6 +49,7 @@ def plain_attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with every step rounded to `dtype`, default q's: its error is what an implementation is measured by."""
@@ -54,6 +61,7 @@ def plain_attention(
     bias = torch.zeros(1, dtype=dtype, device=q.device).expand(every) if bias is None else bias.to(dtype).expand(every)
     out = torch.zeros(batch, heads, q_len, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, q_len), -torch.inf, dtype=dtype, device=q.device)
+    stay = None if dropout is None else dense_kept_weights(dropout, *every).to(q.device)
     for b in range(batch):
         for h in range(heads):
             key_head = h * kv_heads // heads
@@ -70,6 +78,8 @@ def plain_attention(
             top = torch.where(seen, top, 0.0)
             weights = torch.exp(scores - top[:, None])
             total = weights.sum(1)
+            if dropout is not None and stay is not None:
+                weights = torch.where(stay[b, h], weights, 0.0) / (1 - dropout.p)
             summed = weights @ v[b, key_head].to(dtype)
             denominator = (total + torch.exp(sink - top))[:, None]
             out[b, h] = torch.where(seen[:, None], summed / torch.where(seen[:, None], denominator, 1.0), 0.0)
@@ -124,6 +134,7 @@ def assert_attention(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
     factor: float = 2.0,
 ) -> float:
     """Assert that `out` (and `lse`, unless None) are attention of these inputs, within the error budget.
@@ -137,7 +148,7 @@ def assert_attention(
     Raises:
         AssertionError: with the error, the budget and the place of the worst value.
     """
-    options = {"scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks}
+    options = {"scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
     expected, expected_lse = oracle_attention(q, k, v, keep, **options)  # type: ignore[arg-type]
     yardstick = torch.float32 if q.dtype == torch.float64 else q.dtype
     narrow = (q.to(yardstick), k.to(yardstick), v.to(yardstick))
@@ -147,8 +158,9 @@ def assert_attention(
     _require(out.shape == expected.shape, f"out is {list(out.shape)}, expected {list(expected.shape)}")
     _require(bool((out[empty] == 0).all()), "rows that keep nothing are not exactly 0")
     size = score_size(q, k, keep, scale, bias) if q.dtype == torch.float64 else 0.0
-    # Scores that are off by d move an average of values up to |v| by d |v| at most.
-    largest = max(size * float(v.abs().max()), 1.0) if size else 1.0
+    # Scores that are off by d move an average of values up to |v| by d |v| at most; dropout scales what is left of it.
+    factors = 1.0 if dropout is None else dropout.scale
+    largest = max(size * float(v.abs().max()) * factors, 1.0) if size else 1.0
     budget = error_budget(plain, expected, q.dtype, factor=factor, largest=largest)
     share = _share_of_budget("out", out, expected, budget)
     if lse is None:

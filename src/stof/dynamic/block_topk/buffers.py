@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
+from stof.dynamic.backward_lists import BackwardLists
+from stof.dynamic.block_topk.backward import block_backward_lists, fill_block_backward
+from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
@@ -103,6 +106,14 @@ class BlockBuffers(WorkBuffers):
             ),
         )  # fmt: skip
         return (fill,)
+
+    def backward_size(self, size: int) -> int:
+        return min(size, self.block_size)
+
+    def backward_lists(self, size: int) -> BackwardLists:
+        return block_backward_lists(
+            self.problem, self.work.pattern_of, self.chosen.numel(), self.block_size, self.causal, size
+        )
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
@@ -227,6 +238,8 @@ def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
     buffers.bad.zero_()
     select(scores)
     buffers.fill()
+    for lists in buffers.backward.values():
+        fill_block_backward(lists, buffers.chosen, buffers.count, buffers.bad, buffers.block_size)
 
 
 def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:

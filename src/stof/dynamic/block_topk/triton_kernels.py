@@ -154,3 +154,43 @@ def block_fill(
                 partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
     last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
     tl.store(items_ptr + place * ITEM_SIZE + FULL_COLUMN, last_column)
+
+
+@triton.jit
+@no_type_check
+def list_tiles(
+    kinds_ptr,  # [P, R, C] int8, contiguous, see `backward.py`
+    last_column_ptr,  # [R] int32, the last column that some row of a row block may keep
+    row_block_ptr,  # [P * R + 1] int32, as the others of `BackwardTiles`
+    partial_count_ptr,
+    columns_ptr,
+    tile_bitmap_ptr,
+    row_blocks,
+    column_blocks,
+    FULL: tl.constexpr,
+    FIRST_BITMAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COPY: tl.constexpr,  # tiles looked at once
+):
+    """Tiles of one row block, partial ones first, of which there are as many as was counted."""
+    program = tl.program_id(0)
+    kinds_ptr += program.to(tl.int64) * column_blocks
+    partial_end = tl.load(row_block_ptr + program)
+    n_partial = tl.load(partial_count_ptr + program)
+    full_end = partial_end + n_partial
+    last_column = tl.load(last_column_ptr + program % row_blocks)
+    n = tl.arange(0, BLOCK_N)
+    # A row block that could not be listed has fewer than none.
+    for start in range(0, tl.where(n_partial < 0, 0, column_blocks), COPY):
+        x = start + tl.arange(0, COPY)
+        kind = tl.load(kinds_ptr + x, mask=x < column_blocks, other=0).to(tl.int32)
+        full = (kind == FULL).to(tl.int32)
+        partial = (kind >= FIRST_BITMAP).to(tl.int32)
+        tile = tl.where(full != 0, full_end + tl.cumsum(full, 0) - 1, partial_end + tl.cumsum(partial, 0) - 1)
+        listed = kind != 0
+        # Columns that no row keeps repeat one of the tile.
+        column = tl.minimum(x[:, None] * BLOCK_N + n[None, :], last_column)
+        tl.store(columns_ptr + tile.to(tl.int64)[:, None] * BLOCK_N + n[None, :], column, mask=listed[:, None])
+        tl.store(tile_bitmap_ptr + tile, tl.where(full != 0, -1, kind - FIRST_BITMAP), mask=listed)
+        full_end += tl.sum(full, 0)
+        partial_end += tl.sum(partial, 0)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import OVERFLOW, DynamicSizes, WorkBuffers, empty_work, int_zeros
+from stof.dynamic.backward_lists import BackwardLists, empty_tiles, store_counts, transposed_sizes
+from stof.dynamic.buffers import OVERFLOW, WorkBuffers, empty_work
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.runtime.cache_keys import with_stable_key
 
 # Columns handled at once, in lists and of a dense mask.
@@ -16,16 +18,41 @@ _COPY, _COLUMNS = 1024, 128
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DenseBuffers(WorkBuffers):
-    """Lists for a dense mask; `owner` is int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`."""
+    """Lists for a dense mask.
+
+    Attributes:
+        owner: int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`.
+        density: largest share of all scores that tiles may take, None for all.
+    """
 
     owner: Tensor
+    density: float | None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.owner)
 
+    def backward_lists(self, size: int) -> BackwardLists:
+        """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
+        both = [dense_buffers(sizes, self.density, self.flags) for sizes in transposed_sizes(self.problem, size)]
+        dq, dkv = (
+            empty_tiles(
+                part.problem, part.work.pattern_of, part.work.partial_columns, part.work.partial_bitmap,
+                part.work.bitmaps, contiguous=False, last_first=part is both[0],
+            )
+            for part in both
+        )  # fmt: skip
+        return BackwardLists(dq, dkv, tuple(both))
 
-def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseBuffers:
-    """Lists for tiles that hold a share `density` of all scores; None for all of them."""
+
+def dense_buffers(problem: DynamicSizes, density: float | None, flags: Tensor) -> DenseBuffers:
+    """Lists for tiles that hold a share `density` of all scores; None for all of them.
+
+    Args:
+        problem: the sizes.
+        density: see `DenseBuffers`.
+        flags: see `WorkBuffers`, on the lists' device.
+    """
+    device = flags.device
     per_row = -(-problem.kv_len // problem.block_n)
     # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
     tiles = problem.row_blocks * (per_row + 1)
@@ -36,30 +63,45 @@ def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.de
     return DenseBuffers(
         problem=problem,
         work=empty_work(problem, device, tiles=tiles, bitmaps=tiles),
-        flags=zeros(problem.patterns),
+        flags=flags,
         owner=zeros(tiles, 2),
+        density=density,
     )
 
 
 def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
-    """Write the work of a dense mask.
+    """Write the work of a dense mask, and the lists for its gradients.
 
     Args:
         buffers: from `dense_buffers`.
         keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
     """
+    keep = keep if keep.dtype == torch.int32 else keep.view(torch.uint8)
+    _list_tiles(buffers, keep)
+    for lists in buffers.backward.values():
+        of_mask, of_transposed = lists.tables
+        store_counts(lists.dq, *_list_tiles(of_mask, keep))
+        store_counts(lists.dkv, *_list_tiles(of_transposed, keep, transposed=True))
+
+
+def _list_tiles(buffers: DenseBuffers, keep: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the tiles of a mask, or of the transposed mask; bytes or words `[B | 1, H | 1, ...]`.
+
+    Returns:
+        Partial tiles, full tiles, and whether there is no room for them; all `[P, R]`.
+    """
     from stof.dynamic.dense import triton_kernels as kernels
 
     problem, work, device = buffers.problem, buffers.work, buffers.flags.device
-    packed = keep.dtype == torch.int32
-    keep = keep if packed else keep.view(torch.uint8)
+    form = kernels.BYTES if keep.dtype == torch.uint8 else kernels.ROW_BITS if transposed else kernels.COLUMN_BITS
+    keep = keep.transpose(2, 3) if transposed else keep
     strides = [0 if size == 1 else stride for size, stride in zip(keep.shape, keep.stride(), strict=True)]
     count = problem.patterns * problem.row_blocks
     column_blocks = -(-problem.kv_len // _COLUMNS)
     classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
     with_stable_key(kernels.dense_classes)[(count * column_blocks,)](
         keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
-        problem.kv_len, packed, problem.block_m, _COLUMNS,
+        problem.kv_len, form.value, problem.block_m, _COLUMNS,
     )  # fmt: skip
     shape = (problem.patterns, problem.row_blocks)
     full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
@@ -76,8 +118,9 @@ def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
     )  # fmt: skip
     with_stable_key(kernels.dense_bitmaps)[(buffers.tiles,)](
         keep, buffers.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
-        problem.q_len, packed, problem.block_m, problem.block_n,
+        problem.q_len, form.value, problem.block_m, problem.block_n,
     )  # fmt: skip
+    return partial, full, poisoned
 
 
 def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

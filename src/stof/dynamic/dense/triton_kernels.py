@@ -13,22 +13,28 @@ from stof.dynamic.fill import (
     store_words,
 )
 
+# How a mask is stored: a byte for each score, or words with the bits of 32 columns, or of 32 rows.
+BYTES, COLUMN_BITS, ROW_BITS = (tl.constexpr(form) for form in range(3))
+
 
 @triton.jit
 @no_type_check
-def _dense_at(keep_ptr, row, column, stride_q, stride_k, ok, BITS: tl.constexpr):
-    """int32, 1 where a dense mask keeps a score: bytes, or bits of 32 columns to a word."""
-    at = row.to(tl.int64) * stride_q
-    if BITS:
-        word = tl.load(keep_ptr + at + (column >> 5) * stride_k, mask=ok, other=0)
-        return (word >> (column & 31)) & 1
-    return (tl.load(keep_ptr + at + column * stride_k, mask=ok, other=0) != 0).to(tl.int32)
+def _dense_at(keep_ptr, row, column, stride_q, stride_k, ok, FORM: tl.constexpr):
+    """int32, 1 where a dense mask keeps a score."""
+    row, column = row.to(tl.int64), column.to(tl.int64)
+    if FORM == BYTES:
+        return (tl.load(keep_ptr + row * stride_q + column * stride_k, mask=ok, other=0) != 0).to(tl.int32)
+    if FORM == COLUMN_BITS:
+        word = tl.load(keep_ptr + row * stride_q + (column >> 5) * stride_k, mask=ok, other=0)
+        return (word >> (column & 31).to(tl.int32)) & 1
+    word = tl.load(keep_ptr + (row >> 5) * stride_q + column * stride_k, mask=ok, other=0)
+    return (word >> (row & 31).to(tl.int32)) & 1
 
 
 @triton.jit
 @no_type_check
 def dense_classes(
-    keep_ptr,  # [B, H, Sq, Skv] bytes, or bits [B, H, Sq, ceil(Skv / 32)] int32
+    keep_ptr,  # [B, H, Sq, Skv], int32 words where FORM says so
     classes_ptr,  # [P, row blocks, Skv] int8
     stride_b,
     stride_h,
@@ -39,7 +45,7 @@ def dense_classes(
     column_blocks,
     q_len,
     kv_len,
-    BITS: tl.constexpr,
+    FORM: tl.constexpr,  # one of those above
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -52,7 +58,7 @@ def dense_classes(
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     ok = (row < q_len)[:, None] & (column < kv_len)[None, :]
-    count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS), 0)
+    count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, FORM), 0)
     rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
     column_class = tl.where(count == rows, 2, tl.where(count > 0, 1, 0))
     at = row_program.to(tl.int64) * kv_len + column
@@ -133,7 +139,7 @@ def dense_bitmaps(
     mask_heads,
     row_blocks,
     q_len,
-    BITS: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -149,5 +155,5 @@ def dense_bitmaps(
     column = tl.load(columns_ptr + tile.to(tl.int64) * BLOCK_N + n)
     row = (owner % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     ok = (row < q_len)[:, None] & (n < count)[None, :]
-    keep = _dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, BITS)
+    keep = _dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, FORM)
     store_words(bitmaps_ptr + tile.to(tl.int64) * (BLOCK_M * 4), keep, BLOCK_M, BLOCK_N)

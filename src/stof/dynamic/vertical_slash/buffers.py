@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import DynamicSizes, FilledTiles, WorkBuffers, empty_work, int_zeros, partition_items
+from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig

@@ -14,7 +14,9 @@ from stof.integrations.transformers.mask_validation import check_scores, check_w
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
 from stof.integrations.transformers.sparse_mask import mask_of_call
+from stof.integrations.transformers.tensor_parallel import local_sinks, mask_of_rank
 from stof.masks import causal, from_dense
+from stof.runtime.private import is_traced
 
 
 def attention_forward(
@@ -65,6 +67,9 @@ def attention_forward(
     if attention_mask is None:
         check_window(kwargs.get("sliding_window"), key.shape[2])
     sparse = mask_of_call(module)
+    if sparse is not None:
+        sparse = mask_of_rank(module, sparse, query.shape[1])
+    s_aux = local_sinks(s_aux, query)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     nan = None
     if mask.exact_nan:  # the packing check ignores sparse masks
@@ -72,7 +77,7 @@ def attention_forward(
         query, key, value = query.nan_to_num(), key.nan_to_num(), value.nan_to_num()
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
-    compiling = torch.compiler.is_compiling()
+    compiling = is_traced(query)
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
     if mask.split is not None:
         if dropout:
@@ -137,7 +142,7 @@ def _as_model_mask(
     shape = (batch, 1, q_len, key.shape[2])
     if isinstance(given, ModelMask):
         given.refuse_unchecked()
-        if not torch.compiler.is_compiling() and given.shape[2:] != shape[2:]:
+        if not is_traced(query) and given.shape[2:] != shape[2:]:
             raise ShapeError(
                 f"the mask was made for {given.shape[2]} queries and {given.shape[3]} keys, the layer has {q_len} and "
                 f"{shape[3]}; an attention_mask has one value per token attended to, and a packed batch runs once, "
@@ -154,7 +159,7 @@ def _as_model_mask(
 def _from_tensor(given: Tensor, shape: tuple[int, int, int, int]) -> ModelMask:
     if given.dtype != torch.bool:
         return ModelMask(FULL, shape)  # additive: it becomes the bias
-    if torch.compiler.is_compiling() or shape[2] == 1:
+    if is_traced(given) or shape[2] == 1:
         return ModelMask(FULL, shape, keep=given.expand(-1, -1, -1, shape[3]))
     keep = given.expand(-1, -1, shape[2], shape[3])
     # A tensor used as it is keeps its identity, by which layers share its plan.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stof.distributed import Shards, attention, shard
-from stof.distributed.agreement import agree
+from stof.distributed.agreement import agree, digest
 from stof.distributed.shards import check_mesh
 from stof.errors import ArgumentError, ShapeError, StofError, UnsupportedError
 from stof.handles import FULL, intersection
@@ -24,6 +24,7 @@ from stof.integrations.transformers.packing_check import check, describe
 from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import Mask, causal, documents
+from stof.runtime.private import is_traced
 
 # Splits that are kept, by mask and length: counting tiles takes time, and batches of one length have one mask.
 _MOST_SPLITS = 8
@@ -117,6 +118,8 @@ class Parallelised:
                 "the mask": mask.key,
                 "the arguments": sorted(arguments),
             }
+            if self.mesh.size() > 1:
+                facts |= _values(arguments)
         except StofError as refused:
             error = refused
         if self.mesh.size() > 1:
@@ -187,7 +190,7 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
         UnsupportedError: a model that takes no `position_ids`, that counts positions otherwise than from 0, or with an
             encoder and a decoder; and in a call: a model whose layers mix tokens outside attention, a cache, masks for
             every score, labels of other tasks, and masks that transformers builds of functions stof does not know.
-        RankMismatchError: in a call, ranks that differ in length, batch size, mask or arguments.
+        RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers.
 
     Examples:
         >>> import torch.distributed as dist
@@ -240,11 +243,11 @@ def _check_positions(model: nn.Module) -> None:
 
 def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     """The tokens of a call, `[B, S]` or `[B, S, hidden]`."""
-    if torch.compiler.is_compiling():
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if is_traced(tokens):
         raise UnsupportedError("a model on split sequences is not compiled as a whole; compile its layers", {})
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         raise UnsupportedError(f"{type(module).__name__} no longer runs stof's attention; call enable(model)", {})
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ArgumentError("a model on split sequences is called with input_ids [B, S] or inputs_embeds")
     if cache_of(given) is not None or given.get("use_cache"):
@@ -264,6 +267,15 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
                 {},
             )
     return tokens
+
+
+def _values(given: dict[str, Any]) -> dict[str, object]:
+    """Hashes of tokens, labels and positions; tensors of numbers that ranks may round differently are not compared."""
+    return {
+        f"the hash of {name}": digest(value)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and not value.is_floating_point()
+    }
 
 
 def _mask_of_call(given: dict[str, Any], rows: int, length: int) -> Mask:

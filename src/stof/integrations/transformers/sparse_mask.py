@@ -68,16 +68,16 @@ class _Use:
 
     def begin(self) -> None:
         self.called = False
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self.threads.discard(threading.get_ident())
 
     def mark(self) -> None:
         self.called = True
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self.threads.add(threading.get_ident())
 
     def was_called(self) -> bool:
-        return self.called or (not torch.compiler.is_compiling() and threading.get_ident() in self.threads)
+        return self.called or (not torch.compiler.is_dynamo_compiling() and threading.get_ident() in self.threads)
 
 
 def sparse_mask_of(layer: nn.Module) -> Mask | None:

@@ -111,9 +111,9 @@ def block_sizes(tiles: BackwardTiles) -> tuple[int, int, int]:
 
 
 def kinds_of(tiles: BackwardTiles) -> tuple[bool, ...]:
-    """PATTERNS, HAS_PARTIAL, HAS_FULL, FULL_CONTIGUOUS, PERMUTED, SPLIT."""
-    several, permuted = tiles.pattern_of.numel() > 1, tiles.row_order.numel() > 0
-    return several, tiles.has_partial, tiles.has_full, tiles.full_contiguous, permuted, tiles.slots > 0
+    """PATTERNS, HAS_PARTIAL, HAS_FULL, FULL_CONTIGUOUS, PERMUTED, SPLIT, HAS_NAN."""
+    several, permuted, split = tiles.pattern_of.numel() > 1, tiles.row_order.numel() > 0, tiles.slots > 0
+    return several, tiles.has_partial, tiles.has_full, tiles.full_contiguous, permuted, split, tiles.has_nan
 
 
 def modes_of(options: Options) -> tuple[bool, ...]:

@@ -22,10 +22,12 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton import backward_tiles
 from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NAN_ROW_BLOCK = tl.constexpr(backward_tiles.NAN_ROW_BLOCK)
 
 
 @triton.jit
@@ -52,6 +54,13 @@ def chunk_tiles(row_block_ptr, partial_count_ptr, number, chunk, chunks):
     end = first + (chunk + 1) * tiles // chunks
     middle = first + tl.load(partial_count_ptr + number)
     return begin, tl.minimum(end, middle), tl.maximum(begin, middle), end
+
+
+@triton.jit
+@no_type_check
+def nan_or_zero(partial_count_ptr, number):
+    """NaN where a row block has `NAN_ROW_BLOCK` partial tiles, else 0: its gradients must not look like an answer."""
+    return tl.where(tl.load(partial_count_ptr + number) == NAN_ROW_BLOCK, float("nan"), 0.0)
 
 
 @triton.jit

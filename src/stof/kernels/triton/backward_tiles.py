@@ -37,6 +37,8 @@ class ItemFields(NamedTuple):
 
 
 ITEM = ItemFields()
+# `partial_count` of a row block that could not be listed.
+NAN_ROW_BLOCK = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,7 @@ class BackwardTiles:
         slots: rows of partial sums, the chunks of all split row blocks.
         has_partial, has_full: whether there are tiles of that kind.
         full_contiguous: whether the columns of every full tile follow each other, so that the first one tells all.
+        has_nan: whether `partial_count` may be `NAN_ROW_BLOCK`, of a row block without tiles whose gradients are NaN.
 
     The last two rows of `columns` and `tile_bitmap` are padding: kernels load ahead.
     """
@@ -82,6 +85,7 @@ class BackwardTiles:
     has_partial: bool
     has_full: bool
     full_contiguous: bool
+    has_nan: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from stof.kernels.triton.backward_common import (
     chunk_tiles,
     load_block,
     load_rows,
+    nan_or_zero,
     store_sums,
     tile_score_gradients,
     tile_weights,
@@ -182,6 +183,7 @@ def dkv_kernel(
     FULL_CONTIGUOUS: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
+    HAS_NAN: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -227,6 +229,10 @@ def dkv_kernel(
         if PATTERNS:
             number += tl.load(pattern_ptr + b * mask_stride_b + head * mask_stride_h) * row_blocks
         begin, partial_end, full_begin, end = chunk_tiles(row_block_ptr, partial_count_ptr, number, chunk, chunks)
+        if HAS_NAN:
+            nan = nan_or_zero(partial_count_ptr, number)
+            dk += nan
+            dv += nan
         head64 = head.to(tl.int64)
         q_base = q_ptr + (b64 * stride_qb + head64 * stride_qh) * UNIT
         d_out_base = d_out_ptr + (b64 * stride_gb + head64 * stride_gh) * UNIT

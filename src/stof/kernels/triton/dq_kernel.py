@@ -12,6 +12,7 @@ from stof.kernels.triton.backward_common import (
     chunk_tiles,
     load_block,
     load_rows,
+    nan_or_zero,
     store_sums,
     tile_score_gradients,
     tile_weights,
@@ -162,6 +163,7 @@ def dq_kernel(
     FULL_CONTIGUOUS: tl.constexpr,
     PERMUTED: tl.constexpr,
     SPLIT: tl.constexpr,
+    HAS_NAN: tl.constexpr,
     HAS_SCORE_MOD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -210,6 +212,8 @@ def dq_kernel(
     v_base = v_ptr + (b64 * stride_vb + kv_head64 * stride_vh) * UNIT
     bias_base = bias_ptr + b64 * stride_bb + head64 * stride_bh
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_NAN:
+        dq += nan_or_zero(partial_count_ptr, number)
     seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
 
     n = tl.arange(0, BLOCK_N)

@@ -1,0 +1,251 @@
+"""Measure every variant of the backward kernels on cells of masks and shapes, and fit their constants."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.attention import attention
+from stof.attention import plan as make_plan
+from stof.calibration.least_squares import nonnegative
+from stof.calibration.measure import call_of
+from stof.errors import ArgumentError, KernelError
+from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import NeedsGrad, Options
+from stof.kernels.torch.reference import reference_backward
+from stof.layout import LayoutConfig
+from stof.layout.survey import TileCounts, survey
+from stof.masks import transposed
+from stof.plans.backward import gradients_of
+from stof.runtime.files import read_json, write_atomically
+from stof.selection import IMPLEMENTATIONS
+from stof.selection.backward_tilings import SPLITS, BackwardTile, BackwardTiling, critical_load, head_groups, tiles_of
+from stof.selection.device_model import BackwardTimes, DeviceModel
+from stof.testing.attention_check import AttentionProblem
+from stof.testing.mask_grid import Shape, grid_mask
+from stof.tuning.timing import time_calls
+
+KERNELS = ("dq", "dkv")
+_MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated", "random1%", "random5%")
+CELLS = (
+    *((mask, shape, "bfloat16") for shape in ("1,32,128,8192", "16,12,64,1024", "1,12,64,4096") for mask in _MASKS),
+    *(
+        (mask, *cell)
+        for cell in (("1,16,256,4096", "bfloat16"), ("1,12,64,4096", "float32"), ("1,12,128,2048", "float32"))
+        for mask in ("causal", "window512", "longformer", "random5%")
+    ),
+)
+# The tile of the kernel that is not measured.
+_OTHER = (LayoutConfig(32, 32), None), KernelConfig(num_warps=4, num_stages=2)
+# The largest error of a gradient, relative to the largest value.
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
+# Rounds of placing programs by the constants of the round before.
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class MeasuredTile:
+    """One variant of one kernel on one cell.
+
+    Attributes:
+        mask, shape, dtype: the cell, `shape` as B,H,Hkv,D,Sq,Skv.
+        kernel: "dq" or "dkv".
+        tile: its sizes.
+        slab, split_tiles: see `LayoutConfig` and `KernelConfig`.
+        us: GPU time, the rows' statistics included.
+    """
+
+    mask: str
+    shape: str
+    dtype: str
+    kernel: str
+    tile: BackwardTile
+    slab: int | None
+    split_tiles: int
+    us: float
+
+    @property
+    def key(self) -> str:
+        """Of the constants in `DeviceModel.backward`."""
+        return self.tile.key(self.kernel, call_of(Shape.parse(self.shape), getattr(torch, self.dtype)))
+
+
+def measure(
+    cells: Iterable[tuple[str, str, str]],
+    device: torch.device,
+    budget: float | None,
+    report: Callable[[str], None],
+    keep: Callable[[Sequence[MeasuredTile]], object],
+) -> list[MeasuredTile]:
+    """Time every variant of both kernels on cells (mask, shape, dtype), each after a check against float64.
+
+    Args:
+        device: where.
+        budget: seconds after which no cell is begun.
+        report: takes lines for people.
+        keep: called with all rows so far after every cell.
+    """
+    start = time.monotonic()
+    rows: list[MeasuredTile] = []
+    for mask, shape, dtype in cells:
+        if budget is not None and time.monotonic() - start > budget:
+            report(f"{mask} {shape} {dtype}: left out, the budget is spent")
+            continue
+        for kernel in KERNELS:
+            rows += _measure_cell(mask, Shape.parse(shape), getattr(torch, dtype), kernel, device, report)
+        keep(rows)
+    return rows
+
+
+def _measure_cell(
+    name: str, shape: Shape, dtype: torch.dtype, kernel: str, device: torch.device, report: Callable[[str], None]
+) -> list[MeasuredTile]:
+    problem = AttentionProblem.draw(grid_mask(name), shape, device, dtype)
+    q, k, v = problem.q, problem.k, problem.v
+    d_out = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
+    plan = make_plan(
+        problem.grid_mask.mask(shape.q_len), shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads,
+        device=device,
+    )  # fmt: skip
+    out, lse = attention(q, k, v, plan, return_lse=True)
+    needs = NeedsGrad(q=kernel == "dq", kv=kernel == "dkv", bias=False, sinks=False)
+    expected = _expected(problem, d_out)
+    backward = IMPLEMENTATIONS["block_wise"].backward
+    assert backward is not None
+    calls: dict[str, Callable[[], object]] = {}
+    variants: dict[str, tuple[BackwardTile, int | None, int]] = {}
+    for tile in tiles_of(kernel, call_of(shape, dtype)):
+        for slab in (None, 1):
+            for split in SPLITS:
+                chosen = (
+                    (LayoutConfig(tile.rows, tile.columns, slab), None),
+                    KernelConfig(num_warps=tile.num_warps, num_stages=tile.num_stages, split_tiles=split),
+                )
+                dq, dkv = (chosen, _OTHER) if kernel == "dq" else (_OTHER, chosen)
+                text = f"{name} {shape} {kernel} {tile} slab {slab} split {split}"
+                try:
+                    prepared = gradients_of(plan).prepared("block_wise", BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
+                    if split and not getattr(prepared, kernel).slots:
+                        continue  # no row block is long enough
+                    options = Options(shape.head_dim**-0.5)
+                    bound = backward.bind(q, k, v, out, d_out, None, prepared, options, needs)
+                    run = functools.partial(bound, q, k, v, out, lse, d_out, None, None, None)
+                    error = _error(run(), expected)
+                except KernelError as failure:
+                    report(f"  {text}: {failure}")
+                    continue
+                if not error <= _TOLERANCE[dtype]:
+                    report(f"  {text}: WRONG, off by {error:.1e} of the largest")
+                    continue
+                calls[text], variants[text] = run, (tile, slab, split)
+    sizes = ",".join(map(str, (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)))
+    timings = time_calls(calls, device, rounds=3) if calls else {}
+    rows = []
+    for text, variant in variants.items():
+        us = timings[text].gpu_us or timings[text].call_us
+        rows.append(MeasuredTile(name, sizes, str(dtype).removeprefix("torch."), kernel, *variant, us))
+    if rows:
+        report(f"{name} {shape} {kernel}: {len(rows)} variants, best {min(row.us for row in rows):.1f} us")
+    return rows
+
+
+def _expected(problem: AttentionProblem, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the first key head of the first sequence in float64, whose memory is bounded."""
+    group = problem.shape.heads // problem.shape.kv_heads
+    q, d_out = (x[:1, :group].double() for x in (problem.q, d_out))
+    k, v = (x[:1, :1].double() for x in (problem.k, problem.v))
+    return reference_backward(q, k, v, d_out, problem.keep[:1, :group], scale=problem.shape.head_dim**-0.5)[:3]
+
+
+def _error(gradients: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    errors = [
+        float((got[:1, : want.shape[1]].double() - want).abs().max() / want.abs().max())
+        for got, want in zip(gradients, expected, strict=False)
+        if got is not None and want is not None
+    ]
+    return max(errors)
+
+
+def fit(rows: Sequence[MeasuredTile], base: DeviceModel) -> DeviceModel:
+    """The model with constants by which estimates come closest to the measured times, in relative error."""
+    fitted = dict(base.backward)
+    for key in dict.fromkeys(row.key for row in rows):
+        group = [row for row in rows if row.key == key]
+        times = fitted.get(key, BackwardTimes(5.0, 1.0, 1.0, 5.0))
+        for _ in range(_ROUNDS):
+            features = torch.stack([_load(row, base, times) / (row.us - _statistics_us(row, base)) for row in group])
+            solved = nonnegative(features, torch.ones(len(group), dtype=torch.float64))
+            # Half a step: which slot ends last depends on the constants.
+            item, partial, full, chunk = ((solved + times.weights()) / 2).tolist()
+            # Partial and full tiles do nearly the same work. Few measurements may say otherwise, so each costs at least
+            # half of the other.
+            times = BackwardTimes(item, max(partial, full / 2), max(full, partial / 2), chunk)
+        fitted[key] = times
+    return replace(base, backward=fitted)
+
+
+def _load(row: MeasuredTile, model: DeviceModel, times: BackwardTimes) -> Tensor:
+    shape = Shape.parse(row.shape)
+    layout = LayoutConfig(row.tile.rows, row.tile.columns, row.slab)
+    counts = _counts(row.mask, shape.q_len, shape.kv_len, row.kernel == "dkv", layout)
+    groups = head_groups(row.kernel, call_of(shape, getattr(torch, row.dtype)))
+    return critical_load(row.tile, counts, row.split_tiles, *groups, model, times)
+
+
+@functools.cache
+def _counts(mask: str, q_len: int, kv_len: int, swap: bool, layout: LayoutConfig) -> TileCounts:
+    value = grid_mask(mask).mask(q_len)
+    counted = survey(transposed(value), kv_len, q_len, (layout,)) if swap else survey(value, q_len, kv_len, (layout,))
+    return counted.counts[layout]
+
+
+def _statistics_us(row: MeasuredTile, model: DeviceModel) -> float:
+    """The launch before, which reads the output and its gradient; less than the time of both."""
+    shape = Shape.parse(row.shape)
+    values = 2 * shape.batch * shape.heads * shape.q_len * shape.head_dim
+    us = 2 * model.launch + values * getattr(torch, row.dtype).itemsize / model.bytes_per_us
+    return min(us, 0.9 * row.us)
+
+
+def summary(rows: Sequence[MeasuredTile], model: DeviceModel) -> str:
+    """One line: how much slower the model's picks are than the best measured variants of each kernel and cell."""
+    cells: dict[tuple[str, ...], list[MeasuredTile]] = {}
+    for row in rows:
+        cells.setdefault((row.mask, row.shape, row.dtype, row.kernel), []).append(row)
+
+    def estimate(row: MeasuredTile) -> float:
+        times = model.backward[row.key]
+        return float(_load(row, model, times) @ times.weights())
+
+    shares = [min(group, key=estimate).us / min(row.us for row in group) - 1 for group in cells.values()]
+    if not shares:
+        return "nothing measured"
+    return f"{len(shares)} cells: regret {statistics.mean(shares):.2%} (mean), {max(shares):.1%} (worst)"
+
+
+def write(file: Path, rows: Sequence[MeasuredTile]) -> None:
+    """Write measurements."""
+    write_atomically(file, json.dumps([asdict(row) for row in rows]))
+
+
+def read(file: Path) -> list[MeasuredTile]:
+    """Read measurements.
+
+    Raises:
+        ArgumentError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        values: Any = read_json(file)
+        return [MeasuredTile(**{**value, "tile": BackwardTile(**value["tile"])}) for value in values]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"{file} holds no measurements of stof tune --device --backward: {error!r}") from None
