@@ -193,8 +193,10 @@ def attention(
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.
         UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
         UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
-        UnsupportedError: where a gradient is asked for: of 8-bit tensors, and under a dynamic plan of `vertical_slash`.
-            Raised in the backward pass: second derivatives, and a dynamic plan that was updated after the call.
+        UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
+            in a `fullgraph` under any dynamic plan or a mask that reads what may change.
+        UnsupportedError, PlanMismatchError: in the backward pass: for second derivatives; if a dynamic plan was updated
+            after the call.
     """
     scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     dynamo = torch.compiler.is_dynamo_compiling()

@@ -30,8 +30,8 @@ ENTRIES = {
     "transformers": 0.3,
 }
 ON_GPU = {"captured": 6, "captured update": 4}
-# Entries that may end with gradients: dynamic plans have none.
-DIFFERENTIABLE = ("eager", "plan", "sized plan", "saved", "extended", "compiled")
+# Entries that may end with gradients.
+DIFFERENTIABLE = ("eager", "plan", "sized plan", "saved", "extended", "compiled", "dynamic")
 # Entries that may drop weights.
 DROPPING = (*DIFFERENTIABLE, "written", "kernel")
 BACKENDS = ("eager", "eager", "aot_eager", "aot_eager", "inductor")
@@ -124,10 +124,16 @@ class _Drawing:
             seed = self.case.dropout_seed = self.draw.randrange(10_000)
             options.append(f"options['dropout_p'] = {self.draw.choice([1e-9, 0.1, 0.5, 0.9])}")
             call = [f"torch.manual_seed({seed}); {line}" if line.startswith("out") else line for line in call]
-        if self.case.entry in DIFFERENTIABLE and self.draw.random() < 0.6:
+        if self._may_differentiate(term, options) and self.draw.random() < 0.6:
             self.case.differentiated = True
             call = [*call, *self._gradients(call)]
         self.case.lines = [*term.setup, *inputs, *options, *lines, *call]
+
+    def _may_differentiate(self, term: Term, options: list[str]) -> bool:
+        if self.case.entry != "dynamic":
+            return self.case.entry in DIFFERENTIABLE
+        with_bias = any("['bias']" in line for line in options)
+        return "vertical_slash" not in term.text and not (with_bias and self.device == "cuda")
 
     def _may_drop(self) -> bool:
         name = self.case.implementation
@@ -235,7 +241,7 @@ class _Drawing:
             "q, k, v = (x.detach().requires_grad_() for x in (q, k, v))",
             "tensors = {n: x.detach().requires_grad_() for n, x in options.items() if isinstance(x, torch.Tensor)}",
             "options |= tensors",
-            call[-1],
+            call[-2] if call[-1] == "mask.check()" else call[-1],
             f"torch.manual_seed(0); d_out = {d_out}",
             "leaves = {'q': q, 'k': k, 'v': v} | tensors",
             "gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), d_out)))",
