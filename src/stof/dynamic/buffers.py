@@ -19,6 +19,7 @@ from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import ArgumentError
 from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
+from stof.kernels.packed_integers import NAN_BITS
 from stof.kernels.triton.work_list import WORK_ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
-# The bits of a float32 that is not a number.
-_NAN_BITS = 0x7FC00000
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +282,6 @@ def partition_items(
     items, item_ptr, chunks = split_items(pointers, partial.flatten(), patterns, split_tiles, nothing)
     owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
     first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
-    ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, _NAN_BITS], dtype=torch.int32)
+    ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, NAN_BITS], dtype=torch.int32)
     ranges = ranges.expand(len(items), len(RANGE)).contiguous().to(device)
     return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))

@@ -22,12 +22,22 @@ Two counts below 2**15 that one cumulative sum adds up (`dynamic/vertical_slash/
     bit  31             16 15              0
          | second count   | first count   |
 
+`TileLists.ranges`, field `nan_or_zero`, and the work list hold the bits of a float32: `NAN_BITS` or 0.
+
+`WorkBuffers.flags` (`dynamic/buffers.py`):
+
+    bit  31        17 16         15                       0
+         0          | OVERFLOW  | `masks.dynamic.PROBLEMS` |
+
 The functions compute with tensors and Python integers. `triton/packed_integers.py` has them for kernels.
 """
 
 from __future__ import annotations
 
 from typing import no_type_check
+
+# A float32 that is not a number.
+NAN_BITS = 0x7FC00000
 
 
 @no_type_check

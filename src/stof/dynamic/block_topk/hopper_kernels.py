@@ -7,6 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels import packed_integers
 from stof.kernels.hopper.refresh_work import (
     RANGE_BEGIN,
     RANGE_BITMAP,
@@ -17,8 +18,7 @@ from stof.kernels.hopper.refresh_work import (
 )
 from stof.kernels.triton.packed_integers import run_column
 
-# The bits of a float32 that is not a number.
-NAN_BITS = tl.constexpr(0x7FC00000)
+NAN_BITS = tl.constexpr(packed_integers.NAN_BITS)
 
 
 @triton.jit
