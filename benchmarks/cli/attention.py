@@ -366,7 +366,7 @@ def peers() -> None:
 @app.command(cls=CheckedCommand)
 def report(
     results: Annotated[Path, typer.Argument(help="JSON that `python -m benchmarks attention` wrote.", metavar="FILE")],
-    png: Annotated[Path | None, typer.Option(help="Draw the speed-ups here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the speed-ups here (.png or .svg).")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Table of a result file: STOF against its best peer in every cell, and geometric means by class."""
@@ -387,7 +387,7 @@ def report(
         for reason in reasons(cells):
             console.print(f"not run: {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
     if png is not None:
-        draw_speedups(cells, png, f"Speed-up of stof over the best peer\n{title}")
+        draw_speedups(cells, png, f"Speed-up of stof over the best peer, {title.split(',')[0]}")
         typer.echo(f"wrote {png}", err=True)
 
 
