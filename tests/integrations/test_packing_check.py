@@ -118,6 +118,55 @@ def test_models_that_keep_sequences_apart(name: str) -> None:
         torch.testing.assert_close(got[valid], _out(model, inputs)[valid], atol=2e-5, rtol=1e-5)
 
 
+# Position of the first token, None where only distances of positions matter.
+FIRST_POSITIONS: dict[str, tuple[Callable[[], Any], int | None]] = {
+    "RoBERTa": (lambda: _built("Roberta", **_SMALL | {"pad_token_id": 1}), 2),
+    "XLM-R with another padding id": (lambda: _built("XLMRoberta", **_SMALL | {"pad_token_id": 4}), 5),
+    "a head": (
+        lambda: transformers.CamembertForSequenceClassification(transformers.CamembertConfig(**_SMALL)).eval(),
+        1,
+    ),
+    "BERT": (models.bert, 0),
+    "GPT-2": (models.gpt2, 0),
+    "OPT": (lambda: _built("OPT", **_SMALL, ffn_dim=48, word_embed_proj_dim=32), 0),
+    "rotary": (models.llama, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FIRST_POSITIONS)
+def test_positions_count_from_where_the_model_does(name: str, dtype: torch.dtype) -> None:
+    """One model for all numbers: a number that passed vouches for no other."""
+    build, expected = FIRST_POSITIONS[name]
+    model, inputs = hf.enable(build().to(dtype)), models.batch(lengths=(7, 12))
+    order = [5, 0, 2, 1]
+    for first_position in [*order, *order] if expected is None else [expected, *order, expected]:
+        packed = hf.pack(**inputs, first_position=first_position)
+        if expected in (None, first_position):
+            _out(model, packed.model_inputs())
+            continue
+        advice = rf"count from {first_position}, as pack\(\) wrote.*Give pack\(\).*first_position={expected}$"
+        with pytest.raises(UnsupportedError, match=advice):
+            _out(model, packed.model_inputs())
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_compiled_models_are_checked_for_each_first_position(embedded: bool) -> None:
+    torch.compiler.reset()
+    model = hf.enable(SERVED["RoBERTa"][0]())
+    compiled = torch.compile(model, backend="eager")
+    inputs = models.batch(lengths=(7, 12))
+    for first_position in (2, 0, 2, 3, 2):
+        call = hf.pack(**inputs, first_position=first_position).model_inputs()
+        if embedded:
+            call["inputs_embeds"] = model.get_input_embeddings()(call.pop("input_ids")).detach()
+        if first_position == 2:
+            torch.testing.assert_close(_out(compiled, call), _out(model, call))
+            continue
+        with pytest.raises(UnsupportedError, match="first_position=2"):
+            _out(compiled, call)
+
+
 class Inserted(nn.Module):
     """A layer of a model, and something after it."""
 

@@ -72,8 +72,8 @@ def attention_forward(
     s_aux = local_sinks(s_aux, query)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
     nan = None
-    if mask.exact_nan:  # the packing check ignores sparse masks
-        sparse, nan = None, mask.queries_with_nan(query, key, value)
+    if mask.exact_nan:
+        nan = mask.queries_with_nan(query, key, value)
         query, key, value = query.nan_to_num(), key.nan_to_num(), value.nan_to_num()
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])

@@ -35,6 +35,7 @@ class ModelMask:
             know it.
         includes_model_mask: False for a mask a user passes in: the model's own mask is intersected with it.
         checked: for a packed mask, whether the model it was given to keeps packed sequences apart (`packing_check`).
+        first_position: position of the first token of each sequence, for the mask of a batch that `pack` made.
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
@@ -53,6 +54,7 @@ class ModelMask:
         kv_offset: int = 0,
         includes_model_mask: bool = True,
         checked: bool = False,
+        first_position: int | None = None,
         exact_nan: bool = False,
         split: Any = None,
     ) -> None:
@@ -63,6 +65,7 @@ class ModelMask:
         self.kv_offset = kv_offset
         self.includes_model_mask = includes_model_mask
         self.checked = checked
+        self.first_position = first_position
         self.exact_nan = exact_nan
         self.split = split
         self._plans: dict[tuple[object, ...], Plan] = {}

@@ -75,7 +75,7 @@ def before_forward(
         return (), {name: value.after_check() if _is_unchecked(value) else value for name, value in given.items()}
     if verdict.apart is None and not getattr(module, _ATTENDS):
         return None  # the parts within it are checked in their turn
-    advice = (
+    advice = verdict.advice or (
         "Pass the padded batch instead: input_ids and attention_mask as they were before pack(), and no position_ids "
         "that begin anew within a row"
         if packed.is_packed

@@ -20,10 +20,12 @@ class PackedBatch(Unpadding):
 
     Attributes:
         input_ids: `[R, T]` (`[1, N]` unless `max_tokens` asked for several rows).
+        first_position: position of each sequence's first token.
         extras: other per-token tensors, packed alike, under the names they came with.
     """
 
     input_ids: Tensor
+    first_position: int
     extras: dict[str, Tensor]
 
     def model_inputs(self) -> dict[str, Any]:
@@ -33,7 +35,8 @@ class PackedBatch(Unpadding):
         a row (BERT's `pooler_output`) describe the first sequence only: pool what `unpack` returns instead.
         """
         rows, width = self.packed_shape
-        attention_mask = ModelMask(self.mask, (rows, 1, width, width), includes_model_mask=False)
+        shape = (rows, 1, width, width)
+        attention_mask = ModelMask(self.mask, shape, includes_model_mask=False, first_position=self.first_position)
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -63,6 +66,8 @@ def pack(
       embeddings that read neighbours), or a decoder's attention lacks the packed mask;
     - outputs of the first and the last copy differ by more than rounding: positions are counted from the start of the
       row, or experts have a limited capacity;
+    - outputs of a sequence alone differ with its packed positions and with none: give the `first_position` that the
+      error names;
     - the model cannot be run so, or returns nothing with one entry per token.
 
     The check runs once for each set of arguments, and again where rows are twice as long; compiled models are checked
@@ -109,6 +114,7 @@ def pack(
     return PackedBatch(
         **{field.name: getattr(unpadding, field.name) for field in fields(unpadding)},
         input_ids=unpadding.pack_tokens(input_ids),
+        first_position=first_position,
         extras={name: unpadding.pack_tokens(values) for name, values in per_token.items()},
     )
 

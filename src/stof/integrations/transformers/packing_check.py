@@ -4,12 +4,14 @@ A packed mask separates sequences within attention. Recurrent and convolution la
 neighbours, and positions counted from the start of the row know nothing of it. The check calls the model with one short
 sequence repeated in a row. The embeddings of one copy are NaN: a NaN in another copy's outputs shows a leak of any
 size. The first and the last copy are equal, so their outputs are equal too, but for rounding: otherwise a token's
-output depends on its place in the row.
+output depends on its place in the row. At last, one copy runs alone, with positions as `pack` numbers them and with
+none: the outputs differ if the model counts from another number (RoBERTa: from `padding_idx + 1`).
 """
 
 from __future__ import annotations
 
 import contextvars
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stof.integrations.transformers.model_mask import ModelMask
+from stof.integrations.transformers.sparse_mask import IGNORED
 from stof.masks import documents
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import without_hooks
@@ -45,6 +48,7 @@ class Argument(NamedTuple):
     Attributes:
         kind: "mask", a packed mask; "positions"; "tokens", a tensor with one entry per token; "value".
         sizes: for positions, the sizes before the last; for tokens, the sizes after the first two.
+        value: for a mask, its `first_position`; for a value, the value.
     """
 
     name: str
@@ -56,10 +60,11 @@ class Argument(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the model keeps sequences apart, None if that cannot be said; and why not."""
+    """Whether the model keeps sequences apart, None if that cannot be said; why not, and what to do if it is known."""
 
     apart: bool | None
     reason: str = ""
+    advice: str = ""
 
 
 def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: bool) -> tuple[Argument, ...]:
@@ -72,7 +77,7 @@ def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: b
     out = []
     for name, value in given.items():
         if isinstance(value, ModelMask):
-            out.append(Argument(name, "mask"))
+            out.append(Argument(name, "mask", value=value.first_position))
         elif isinstance(value, Tensor):
             if name == "position_ids" and value.ndim > 1 and value.shape[-1] == width:
                 out.append(Argument(name, "positions", value.dtype, tuple(value.shape[:-1]), value.device))
@@ -89,7 +94,7 @@ def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: 
     """Whether a model keeps packed sequences apart in calls with these arguments; rows of `width` tokens or fewer."""
     width = max(4, 1 << min(width, _LONGEST).bit_length() - 1)
     passed: set[Any] = module.__dict__.setdefault(PASSED, set())
-    key = (width, frozenset(argument.name for argument in arguments))
+    key = (width, _first_position(arguments), frozenset(argument.name for argument in arguments))
     if key in passed:
         return Verdict(True)
     if not any(isinstance(argument.value, Tensor) for argument in arguments):
@@ -105,6 +110,7 @@ def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: 
 @torch.compiler.disable
 def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
     copy = min(_COPY, width // 4)
+    IGNORED.set(True)  # in this context only, which ends with the check
     try:
         # Parts that are compiled are not compiled anew for this row.
         with _undisturbed(module), torch.compiler.set_stance("force_eager"):
@@ -113,6 +119,8 @@ def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: i
                 verdict = _run_row(module, arguments, _Row(rows, width, copy, first_id))
                 if verdict.apart or verdict.reason != _PLACE:
                     break
+            if verdict.apart:
+                verdict = _compare_positions(module, arguments, rows, copy)
     except Exception as error:  # whatever the model's code raises for a call of another size
         return Verdict(None, f"stof ran it on a short row to check it, and got {type(error).__name__}: {error}")
     return verdict
@@ -129,10 +137,42 @@ def _run_row(module: nn.Module, arguments: tuple[Argument, ...], row: _Row) -> V
         if any(_nan_outside(out, row.poisoned) for out in clean):
             return Verdict(None, "it returns NaN for any tokens")
         return Verdict(False, _LEAK)
-    tolerance = max(3e-4, 4 * _rounding(module, outputs))
-    if any(_difference(out[:, : row.copy], out[:, -row.copy :]) > tolerance for out in outputs):
-        return Verdict(False, _PLACE)
-    return Verdict(True)
+    first, last = ([out[:, part] for out in outputs] for part in (slice(row.copy), slice(-row.copy, None)))
+    return Verdict(True) if _are_equal(module, first, last) else Verdict(False, _PLACE)
+
+
+def _compare_positions(module: nn.Module, arguments: tuple[Argument, ...], rows: int, length: int) -> Verdict:
+    """Whether one sequence has the same outputs with positions from the `first_position` of its mask and with none."""
+    first = _first_position(arguments)
+    if first is None or not any(argument.kind == "positions" for argument in arguments):
+        return Verdict(True)
+    # Models that count positions from the ids pass over padding.
+    padding = {getattr(part, "padding_idx", None) for part in module.modules()} | {
+        getattr(module.config, "pad_token_id", None)
+    }
+    first_id = next(start for start in itertools.count(1) if padding.isdisjoint(range(start, start + length)))
+    alone = tuple(argument for argument in arguments if argument.kind != "mask")
+    unnumbered = tuple(argument for argument in alone if argument.kind != "positions")
+    expected = _outputs(module, unnumbered, _Row(rows, length, length, first_id), poison=False)
+
+    def fits(first_position: int) -> bool:
+        row = _Row(rows, length, length, first_id, first_position)
+        return _are_equal(module, _outputs(module, alone, row, poison=False), expected)
+
+    if fits(first):
+        return Verdict(True)
+    # Small numbers only: on a GPU, a position outside the table of embeddings ends the process.
+    fitting = next((number for number in range(_COPY) if fits(number)), None)
+    return Verdict(
+        False,
+        f"it gives other results for position_ids that count from {first}, as pack() wrote them, than for none",
+        "Give pack() the position of a sequence's first token in this model, first_position="
+        + ("..." if fitting is None else str(fitting)),
+    )
+
+
+def _first_position(arguments: tuple[Argument, ...]) -> int | None:
+    return next((argument.value for argument in arguments if argument.kind == "mask"), None)
 
 
 class _Row(NamedTuple):
@@ -142,6 +182,7 @@ class _Row(NamedTuple):
     width: int
     copy: int
     first_id: int
+    first_position: int = 0
 
     @property
     def poisoned(self) -> slice:
@@ -154,7 +195,8 @@ class _Row(NamedTuple):
         return ModelMask(mask, shape, includes_model_mask=False, checked=True, exact_nan=True)
 
     def positions(self, argument: Argument) -> Tensor:
-        values = torch.arange(self.copy, dtype=argument.dtype, device=argument.device).repeat(self.width // self.copy)
+        values = torch.arange(self.copy, dtype=argument.dtype, device=argument.device) + self.first_position
+        values = values.repeat(self.width // self.copy)
         *kinds, rows = argument.sizes  # several kinds of positions, or none; one row may stand for all
         return values.expand(*kinds, self.rows if rows > 1 else 1, self.width)
 
@@ -219,11 +261,17 @@ def _nan_outside(out: Tensor, poisoned: slice) -> bool:
     return bool(out[:, : poisoned.start].isnan().any() | out[:, poisoned.stop :].isnan().any())
 
 
+def _are_equal(module: nn.Module, first: list[Tensor], second: list[Tensor]) -> bool:
+    """Whether outputs are equal but for rounding; NaN equals nothing."""
+    tolerance = max(3e-4, 4 * _rounding(module, first))
+    return all(_difference(one, other) <= tolerance for one, other in zip(first, second, strict=True))
+
+
 def _difference(first: Tensor, last: Tensor) -> float:
-    """The largest relative difference of a token's features."""
+    """The largest relative difference of a token's features; equal infinities differ by 0, NaN by NaN."""
     first, last = (x.flatten(2).double() for x in (first, last))
-    scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((first - last).norm(dim=-1) / scale).max())
+    scale = first.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float((torch.where(first == last, 0.0, first - last).norm(dim=-1) / scale).max())
 
 
 def _rounding(module: nn.Module, outputs: list[Tensor]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from stof.masks import Mask
 
 NAME = "stof"
 
+# Whether layers run without their sparse masks: the packing check calls them with other lengths. Not in compiled code.
+IGNORED: ContextVar[bool] = ContextVar("stof_sparse_masks_ignored", default=False)
 _MASK = "_stof_sparse_mask"
 _USE = "_stof_sparse_use"
 
@@ -94,7 +97,7 @@ def owner_of(layer: nn.Module) -> object:
 def mask_of_call(layer: nn.Module) -> Mask | None:
     """The sparse mask for the current call of a layer, whose attention function asks for it."""
     mask = sparse_mask_of(layer)
-    if mask is None:
+    if mask is None or (not torch.compiler.is_dynamo_compiling() and IGNORED.get()):
         return None
     use: _Use = getattr(layer, _USE)
     use.mark()
