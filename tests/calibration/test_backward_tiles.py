@@ -59,11 +59,11 @@ def test_models_without_these_constants_have_the_default_ones() -> None:
 
 @IN_INTERPRETER
 def test_wrong_variants_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_tiles, "tiles_of", lambda kernel, call: (BackwardTile(16, 32, 4, 2),))
+    monkeypatch.setattr(backward_tiles, "tiles_of", lambda kernel, call: (BackwardTile(16, 16, 4, 2),))
     monkeypatch.setattr(backward_tiles, "SPLITS", (0, 1))
     lines: list[str] = []
     kept: list[int] = []
-    cell = ("causal", "1,2,1,16,64,64", "float32")
+    cell = ("causal", "1,2,1,16,32,32", "float32")
     rows = measure([cell], torch.device("cpu"), None, lines.append, lambda rows: kept.append(len(rows)))
     # Both kernels, contiguous and gathered columns, in one piece and split.
     assert [(row.kernel, row.slab, row.split_tiles) for row in rows] == [

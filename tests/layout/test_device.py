@@ -302,7 +302,7 @@ def test_several_patterns(name: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="changes what the interpreter runs")
-@pytest.mark.parametrize("tiles", [4, 140])
+@pytest.mark.parametrize("tiles", [4, pytest.param(140, marks=pytest.mark.slow)])
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
     """Few bitmaps are numbered in one way, more of them in another."""
     from stof.layout.builders.gpu import build_kernels as kernels
