@@ -36,7 +36,10 @@ def drawn(seed: int) -> Tensor:
     return torch.rand(40, 40, generator=torch.Generator().manual_seed(seed)) < 0.3
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
 def test_tensors_have_the_values_of_the_call(backend: str) -> None:
     """An attribute written in place, then replaced; collected in between, as a mask of the trace would be."""
     inputs, attend = make_inputs(q_len=40).qkv, Attend(drawn(0))

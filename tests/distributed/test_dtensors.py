@@ -168,7 +168,7 @@ def check_refusals(rank: int) -> None:
     local = stof.plan(masks.per_head([masks.causal(), masks.full()] * 2), LENGTH)
     refuse(PlanMismatchError, "made for heads=4; the inputs have 8", q, k, v, local)
     dynamic = stof.dynamic_plan(bools(HEADS, LENGTH, LENGTH), LENGTH, heads=HEADS)
-    refuse(PlanMismatchError, "give the mask in its place", q, k, v, dynamic)
+    refuse(PlanMismatchError, "give the mask in place of the plan", q, k, v, dynamic)
 
 
 def check_two(rank: int) -> None:

@@ -393,7 +393,9 @@ def _fresh_compiler() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("sparse", [None, "longformer(window=2, global_tokens=1)"])
+@pytest.mark.parametrize(
+    "sparse", [pytest.param(None, marks=pytest.mark.slow), "longformer(window=2, global_tokens=1)"]
+)
 def test_compiled_bert_is_one_graph(sparse: str | None) -> None:
     model = models.bert()
     model.set_attn_implementation("stof")
