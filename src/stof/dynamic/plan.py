@@ -272,6 +272,7 @@ class DynamicPlan(Plan):
             )
         with torch.cuda.device(self.device):
             self._buffers.backward[size] = outside_graph_pool(self.device, partial(self._buffers.backward_lists, size))
+            self._streams.clear()  # the new lists were recorded on none
             self._fill(self._buffers, self._mask, False, streams.stream_id())
             self._updates[False] = Update.here()
 
