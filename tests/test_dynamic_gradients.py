@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import stof
 from stof import masks
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
+from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
 from stof.errors import PlanMismatchError, UnsupportedError
 from stof.kernels.config import KernelConfig
@@ -194,7 +195,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = stof.dynamic_plan(example(kind), 90, heads=HEADS)
     plan._buffers = buffers_of(example(kind), 90, 90)
     fill_buffers(plan._buffers, plan.mask)
-    plan.gradients = None
+    plan.gradients = DynamicGradients(plan, plan._buffers)
     memory = plan.bytes()
     for seed in range(2):
         if seed:
@@ -264,3 +265,16 @@ def test_graphs_of_compiled_code_break() -> None:
     plan.update(example("dense", 1))
     with pytest.raises(PlanMismatchError, match="updated between"):
         out.sum().backward()
+
+
+def test_traced_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would not notice an update. Another thread that compiles is no reason."""
+    from functorch.compile import aot_function, nop
+
+    q, k, v = inputs()
+    plan = stof.dynamic_plan(example("dense"), 90, heads=HEADS)
+    traced = aot_function(lambda q, k, v: stof.attention(q, k, v, plan), nop)
+    with pytest.raises(UnsupportedError, match="would not notice updates of a dynamic plan"):
+        traced(q, k, v)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    stof.attention(q, k, v, plan).sum().backward()

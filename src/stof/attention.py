@@ -250,8 +250,9 @@ def attention(
         # Planning and choosing are no graph code: the operator does both when it runs.
         differentiated = _is_differentiated((q, k, v, bias, sinks, *scale_tuple))
         if differentiated:
-            refuse_gradients(mask_or_plan, scale_tuple)
-            if not compiling and not is_empty(q, k) and has_values(q):
+            traced = compiling or not has_values(q)
+            refuse_gradients(mask_or_plan, scale_tuple, traced=traced)
+            if not traced and not is_empty(q, k):
                 options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
                 mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
         handle = handle_of(mask_or_plan, q, k, compiling)

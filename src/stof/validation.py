@@ -69,18 +69,22 @@ def refuse_tangents(*tensors: object) -> None:
             refuse_derivatives("an input has a tangent of torch.autograd.forward_ad")
 
 
-def refuse_gradients(mask_or_plan: object, scales: tuple[Tensor, ...]) -> None:
-    """Refuse gradients of 8-bit calls, and in compiled code under plans whose mask the next step replaces.
+def refuse_gradients(mask_or_plan: object, scales: tuple[Tensor, ...], *, traced: bool) -> None:
+    """Refuse gradients of 8-bit calls, and in traced code under plans whose mask the next step replaces.
+
+    Args:
+        mask_or_plan, scales: of the call.
+        traced: whether the call is traced, or has tensors without values.
 
     Raises:
         UnsupportedError: of such a call.
     """
     if scales:
         refuse_derivatives("8-bit tensors and their scales have no gradients; train in bfloat16")
-    if torch.compiler.is_compiling() and getattr(mask_or_plan, "is_dynamic", False):
+    if traced and getattr(mask_or_plan, "is_dynamic", False):
         refuse_derivatives(
-            "compiled code would not notice updates of a dynamic plan before the backward pass; call attention in a "
-            "function under torch.compiler.disable"
+            "traced code would not notice updates of a dynamic plan before the backward pass; call attention outside "
+            "of it, with torch.compile in a function under torch.compiler.disable"
         )
 
 

@@ -56,5 +56,9 @@ class DynamicGradients(PlanGradients):
         """Return the lists in a choice's tile size; `DynamicPlan.prepare_backward` has made them."""
         del name  # that of `choices`
         assert tiling.dq_layout is not None
-        lists = self._buffers.backward[tiling.dq_layout[0].block_m]
+        lists = self._buffers.backward.get(tiling.dq_layout[0].block_m)
+        if lists is None:
+            raise UnsupportedError(
+                "the call was not made by stof.attention, which makes the lists for its gradients", {}
+            )
         return PreparedBackward(lists.dq, KERNEL, lists.dkv, KERNEL)

@@ -46,7 +46,8 @@ class DynamicPlan(Plan):
 
     Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes
     lists for the backward pass, which later updates fill as well; make it before an update is captured. An update
-    between a call and its backward pass makes that pass raise `PlanMismatchError`.
+    between a call and its backward pass makes that pass raise `PlanMismatchError`; replays of captured updates, and
+    updates before reentrant checkpointing runs the call again, go unnoticed.
 
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
     replays of graphs that hold some of them, and calls and updates by several threads.
@@ -73,6 +74,7 @@ class DynamicPlan(Plan):
         if device.type == "cuda":
             with tensors_on_host():
                 self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+            self.gradients = DynamicGradients(self, self._buffers)
         self._take(mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,7 +155,8 @@ class DynamicPlan(Plan):
             # A kernel that reads a range's begin under one mask and its end under another may hang.
             last.wait_for_calls(ordered)
         fill_buffers(buffers, mask)
-        record_streams(buffers.tensors(), self.device, self._streams)
+        if streams.stream_id() not in self._streams:  # tensors are collected for the first update on a stream alone
+            record_streams(buffers.tensors(), self.device, self._streams)
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -173,7 +176,7 @@ class DynamicPlan(Plan):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
-                    reasons.append(f"more tiles than there is room for ({self._buffers.tiles} in all)")
+                    reasons.append("more tiles than there is room for")
                 b, h = divmod(number, self.mask_heads)
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
@@ -258,8 +261,6 @@ class DynamicPlan(Plan):
             )
         if self._buffers is None:
             return
-        if self.gradients is None:
-            self.gradients = DynamicGradients(self, self._buffers)
         _, tiling = self.gradients.choices(call)[0]
         size = tiling.dq_layout[0].block_m
         if size in self._buffers.backward:
@@ -393,7 +394,8 @@ def dynamic_plan(
         batch, heads: sizes of the calls to come.
         device: where the calls run and the masks' tensors are; default that of the mask.
         density: largest share of all scores, over heads and rows, that the tiles may take, for bool tensors and bits;
-            it bounds the plan's memory. Tiles hold a little more than the mask keeps. Default: room for any mask of
+            it bounds the plan's memory. Tiles hold a little more than the mask keeps. With gradients, it bounds the
+            tiles of the transposed mask as well, in which keys take the place of queries. Default: room for any mask of
             these shapes, which `vertical_slash` and `block_topk` always have.
 
     Raises:

@@ -151,11 +151,11 @@ def _load(path: Path) -> DeviceModel | None:
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:
-    """The model of a data file's content; one without constants of the backward kernels gets the default device's."""
+    """The model of a data file's content; constants of backward kernels that it lacks are the default device's."""
     backward = {key: BackwardTimes(**times) for key, times in values.get("backward", {}).items()}
-    if not backward:
-        default = _load(_data_file(DEFAULT_DEVICE))
-        backward = {} if default is None else default.backward
+    default = None if values["device"] == DEFAULT_DEVICE else _load(_data_file(DEFAULT_DEVICE))
+    if default is not None:
+        backward = default.backward | backward
     return DeviceModel(
         device=values["device"],
         multiprocessors=values["multiprocessors"],

@@ -55,7 +55,7 @@ def _part(layer: nn.Module, mask: Mask, heads: int) -> Mask:
     parameters: list[Any] = list(filter(is_dtensor, layer.parameters()))
     meshes = {x.device_mesh for x in parameters if any(placement.is_shard() for placement in x.placements)}
     total = _all_heads(layer)
-    if not meshes or total == heads:
+    if not meshes:
         return mask
     mesh = meshes.pop()
     if meshes or mesh.ndim > 1 or total is None or total != heads * mesh.size():
