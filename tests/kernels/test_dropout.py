@@ -203,6 +203,7 @@ def test_triton_kernels(data: st.DataObject, rows: LayoutConfig, columns: Layout
     assert_gradients(test_backward.run(call, layouts, (some, others)), call)
 
 
+@pytest.mark.slow
 def test_tilings_drop_the_same_weights() -> None:
     """Values are an identity matrix, so that the output shows the weights."""
     keep = (masks.sliding_window(9, 9) | masks.global_tokens(2)).to_dense(40, 48)

@@ -65,6 +65,7 @@ def test_the_copy_has_all_sources() -> None:
             assert own == there
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_mutants() -> None:
     drawn = draw_mutants(ROOT, 5, 8)
     assert drawn == draw_mutants(ROOT, 5, 8)
