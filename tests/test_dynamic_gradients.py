@@ -118,8 +118,8 @@ def test_what_cannot_be_listed_has_nan() -> None:
     lists = prepared(buffers)
     fill_buffers(buffers, mask)
     call = a_call(torch.ones(1, 1, 32, 32, dtype=torch.bool), HEADS, HEADS)
-    found = run(call, lists)
-    for x in (found.q, found.k, found.v):
+    computed = run(call, lists)
+    for x in (computed.q, computed.k, computed.v):
         assert x is not None
         assert bool(x[:, 1].isnan().all())
         assert not bool(x[:, 0].isnan().any())
@@ -129,13 +129,13 @@ def test_what_cannot_be_listed_has_nan() -> None:
     lists = prepared(small)
     fill_buffers(small, dense_view(keep.to(DEVICE)))
     assert bool((small.flags & OVERFLOW).all())
-    found = run(a_call(keep), lists)
-    assert found.q is not None
-    assert found.k is not None
-    assert bool(found.q[:, :, 48:].isnan().all())
-    assert not bool(found.q[:, :, :48].isnan().any())
-    assert bool(found.k[:, :, 48:].isnan().all())
-    assert not bool(found.k[:, :, :32].isnan().any())
+    computed = run(a_call(keep), lists)
+    assert computed.q is not None
+    assert computed.k is not None
+    assert bool(computed.q[:, :, 48:].isnan().all())
+    assert not bool(computed.q[:, :, :48].isnan().any())
+    assert bool(computed.k[:, :, 48:].isnan().all())
+    assert not bool(computed.k[:, :, :32].isnan().any())
 
 
 def example(kind: str, seed: int = 0) -> Mask:
@@ -231,9 +231,9 @@ def test_tensors_that_change_between_both_passes(kind: str) -> None:
     for x in (getattr(mask, name, None) for name in ("scores", "words", "keep")):
         if x is not None:
             x.data.zero_()
-    found = torch.autograd.grad(out.pow(2).sum(), tensors)
+    computed = torch.autograd.grad(out.pow(2).sum(), tensors)
     expected = gradients(lambda q, k, v: stof.attention(q, k, v, stof.plan(same, 90, heads=HEADS)), tensors)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(computed, expected)
 
 
 def test_refusals() -> None:

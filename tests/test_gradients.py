@@ -182,7 +182,7 @@ def test_compiled(how: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_bool_tensors_that_are_written_to_before_a_compiled_backward_pass(backend: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(lambda q, k, v, m: stof.attention(q, k, v, m), fullgraph=True, backend=backend)
     q, k, v = inputs()
     writes: list[Callable[[Tensor], object]] = [

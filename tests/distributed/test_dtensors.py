@@ -105,8 +105,8 @@ def check_equal(rank: int, grid: bool) -> None:
             tensors = [spread(x, placements) for x in plain]
             # Biases and sinks follow, wherever they are.
             extras = [spread(x, (*first, [Replicate(), Shard(0)][m % 2])) for x in (bias, sinks)]
-            found = results(tensors, make(), spread_weights, *extras)
-            for one, other in zip(expected, found, strict=True):
+            of_dtensors = results(tensors, make(), spread_weights, *extras)
+            for one, other in zip(expected, of_dtensors, strict=True):
                 torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-11, msg=f"{name} {placements}")
 
     keep = bools(BATCH, HEADS, LENGTH, LENGTH)

@@ -102,7 +102,9 @@ def kernel(
 
     implementation = IMPLEMENTATIONS[name]
     bias = check_bias(options["bias"], q, k.shape[2])
-    given = Options(**{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"]), "bias": bias})
-    if given.dropout_p:
-        given = given._replace(seed=draw_seed(q.device))
-    return attend_once(implementation.bind, q, k, v, implementation.prepare(layout, settings), given)
+    call_options = Options(
+        **{**options, "scale": float(options["scale"]), "softcap": float(options["softcap"]), "bias": bias}
+    )
+    if call_options.dropout_p:
+        call_options = call_options._replace(seed=draw_seed(q.device))
+    return attend_once(implementation.bind, q, k, v, implementation.prepare(layout, settings), call_options)

@@ -169,9 +169,9 @@ def _rounding(name: str, want: Tensor, call: dict[str, Any]) -> Tensor:
     dtypes = (call["q"].dtype, call["bias"].dtype if name == "bias" else call["q"].dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if call["q"].dtype.itemsize == 2:
-        # Dropout multiplies what stays, and delta is computed from an output that was rounded afterwards.
+        # Dropout multiplies the terms of a sum, which cancel, by 1 / (1 - p).
         kept = 1 - call["dropout"].p if call.get("dropout") is not None else 1.0
-        return 8 * eps * want.abs().max().clamp(min=1.0) / kept
+        return 8 * eps * want.abs().max().clamp(min=1.0 / kept)
     rows, kv_len = call["q"].shape[:3].numel(), call["k"].shape[2]
     return (8 + max(rows, kv_len) / 2) * eps * getattr(_absolute_terms(call), name).max()
 

@@ -104,7 +104,7 @@ class Plan(Numbered):
     """
 
     is_dynamic = False  # whether the mask is replaced in every step
-    updates = 0  # how often it was
+    updates = 0  # how often the mask was replaced
 
     def __init__(
         self,

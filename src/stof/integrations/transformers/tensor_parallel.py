@@ -41,12 +41,10 @@ def mask_of_rank(layer: nn.Module, mask: Mask, heads: int) -> Mask:
     return mask
 
 
-def local_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
-    """Sinks that are sharded as the heads of a local `query` are."""
-    if is_dtensor(sinks) and not is_dtensor(query):
-        local: Tensor = sinks.to_local()  # type: ignore[union-attr]
-        return local
-    return sinks
+def local_sinks(sinks: Any, query: Tensor) -> Tensor | None:
+    """Sinks of this rank's heads: those of a DTensor, where `query` is a local tensor."""
+    local: Tensor | None = sinks.to_local() if is_dtensor(sinks) and not is_dtensor(query) else sinks
+    return local
 
 
 def _part(layer: nn.Module, mask: Mask, heads: int) -> Mask:
