@@ -27,6 +27,7 @@ import stof.distributed as context_parallel
 from benchmarks.failures import first_line
 from stof import masks
 from stof.masks import Mask
+from stof.testing.mask_grid import document_ends
 
 WAYS = ("stof", "stof-heads", "stof-keys", "gather", "ulysses")
 MASKS = ("causal", "documents", "window")
@@ -60,9 +61,7 @@ class DistributedRow:
 def mask_of(name: str, length: int) -> Mask:
     """Causal masks of one length: whole, of documents with log-normal lengths, of a window of 4096 and 4 sinks."""
     if name == "documents":
-        drawn = torch.randn(length // 256, generator=torch.Generator().manual_seed(0)).mul(1.0).add(7.0).exp().long()
-        ends = drawn.clamp(min=16).cumsum(0)
-        return masks.documents(cu_seqlens=[0, *ends[ends < length].tolist(), length]) & masks.causal()
+        return masks.documents(cu_seqlens=document_ends(length, typical=1100)) & masks.causal()
     if name == "window":
         return masks.causal() & (masks.sliding_window(4095, 0) | masks.sink_tokens(4))
     return masks.causal()

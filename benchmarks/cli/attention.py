@@ -168,7 +168,9 @@ def launch(
 
 @app.command(cls=CheckedCommand)
 def backward(
-    masks: Annotated[str, typer.Option(help="Names of grid masks, separated by spaces.")] = _MASKS,
+    masks: Annotated[
+        str, typer.Option(help="Names of grid masks, separated by spaces.")
+    ] = f"{_MASKS} documents neighborhood",
     shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
     impls: Annotated[
         str, typer.Option(help="Implementations separated by spaces; default: all, on a CPU stof and sdpa.")

@@ -16,11 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers.mask_formats import random_blocks
-from stof.testing.mask_grid import Shape, window_of
+from stof.testing.mask_grid import NEIGHBORHOOD, Shape, document_ends, grid_sides, window_of
 
 cutlass: Any = importlib.import_module("cutlass")
 cute: Any = importlib.import_module("cutlass.cute")
 utils: Any = importlib.import_module("flash_attn.cute.utils")
+
+# A kernel may look up rows and columns past the last ones, up to one tile of so many.
+_TILE_ROWS = 192
+
+
+def _document_starts(length: int, device: torch.device) -> Tensor:
+    """First token of each token's document, int32 `[length + _TILE_ROWS]`."""
+    ends = torch.tensor(document_ends(length, length // 8), dtype=torch.int32)
+    return F.pad(torch.repeat_interleave(ends[:-1], ends.diff()), (0, _TILE_ROWS)).to(device)
 
 
 def mask_mod(name: str, shape: Shape, device: torch.device) -> tuple[Callable[..., Any], list[Tensor] | None]:
@@ -33,14 +42,15 @@ def mask_mod(name: str, shape: Shape, device: torch.device) -> tuple[Callable[..
         return _bigbird(window_of(shape.q_len)), [_random_starts(shape, device)]
     if name == "longformer":
         return _longformer(window_of(shape.q_len)), None
+    if name == "documents":
+        return documents, [_document_starts(shape.q_len, device)]
+    if name == "neighborhood":
+        return _neighborhood(grid_sides(shape.q_len)[1], NEIGHBORHOOD // 2), None
     return {"causal": causal, "window512": window512, "strided": strided, "dilated": dilated}[name], None
 
 
 def _random_starts(shape: Shape, device: torch.device) -> Tensor:
-    """First key of each random block, int32 `[row blocks + 8, 3]`.
-
-    The kernel may look up rows past the last query, up to one tile of 192; the table is padded for them.
-    """
+    """First key of each random block, int32 `[row blocks + 8, 3]`."""
     chosen = random_blocks(shape.q_len, shape.kv_len, device) * 64
     missing = 3 - chosen.shape[1]
     return F.pad(chosen, (0, missing, 0, 8), value=-64).to(torch.int32).contiguous()
@@ -69,6 +79,25 @@ def dilated(batch, head, row, column, seqlen_info, aux_tensors):
     near = (row >= column) & (distance < utils.scalar_to_ssa(2048, cutlass.Int32))
     step = distance & utils.scalar_to_ssa(15, cutlass.Int32)
     return near & (step == utils.scalar_to_ssa(0, cutlass.Int32))
+
+
+@cute.jit
+def documents(batch, head, row, column, seqlen_info, aux_tensors):
+    start = utils.scalar_to_ssa(aux_tensors[0][row[0]], cutlass.Int32)
+    return (row >= column) & (column >= start)
+
+
+def _neighborhood(width: int, reach: int):
+    @cute.jit
+    def neighborhood(batch, head, row, column, seqlen_info, aux_tensors):
+        size = utils.scalar_to_ssa(width, cutlass.Int32)
+        most = utils.scalar_to_ssa(reach, cutlass.Int32)
+        row_down, column_down = row // size, column // size
+        down = row_down - column_down
+        across = (row - row_down * size) - (column - column_down * size)
+        return (down <= most) & (-down <= most) & (across <= most) & (-across <= most)
+
+    return neighborhood
 
 
 def _longformer(w: int):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stof.masks.rules import RandomBlocks
-from stof.testing.mask_grid import GridMask, window_of
+from stof.testing.mask_grid import NEIGHBORHOOD, GridMask, document_ends, grid_sides, window_of
 
 # FlexAttention's form: whether the score at `(batch, head, query, key)` is kept.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,6 +59,17 @@ def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
     return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
 
 
+def _documents_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    ends = torch.tensor(document_ends(q_len, q_len // 8))
+    document = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).to(device)
+    return lambda b, h, q, k: (q >= k) & (document[q] == document[k])
+
+
+def _neighborhood_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
+    width, reach = grid_sides(q_len)[1], NEIGHBORHOOD // 2
+    return lambda b, h, q, k: ((q // width - k // width).abs() <= reach) & ((q % width - k % width).abs() <= reach)
+
+
 _MASK_MODS: dict[str, Callable[[int, int, torch.device], MaskMod]] = {
     "causal": lambda s, t, d: lambda b, h, q, k: q >= k,
     "window512": lambda s, t, d: lambda b, h, q, k: (q >= k) & (q - k < 512),
@@ -66,6 +77,8 @@ _MASK_MODS: dict[str, Callable[[int, int, torch.device], MaskMod]] = {
     "bigbird": _bigbird_mod,
     "strided": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
     "dilated": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
+    "documents": _documents_mod,
+    "neighborhood": _neighborhood_mod,
 }
 
 

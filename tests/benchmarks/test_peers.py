@@ -16,7 +16,7 @@ from benchmarks.peers import PEERS, wheels
 from benchmarks.peers.mask_formats import BlockLists, block_lists, intervals, mask_mod
 from benchmarks.peers.pytorch import _bias, _repeated
 from stof.testing.attention_check import AttentionProblem
-from stof.testing.mask_grid import GRID, GridMask, Shape, decode_masks, grid_mask
+from stof.testing.mask_grid import GRID, SQUARE, GridMask, Shape, decode_masks, grid_mask
 
 CPU = torch.device("cpu")
 SPARSE = [name for name in GRID if GRID[name].window is None]
@@ -50,8 +50,11 @@ def decoded_blocks(lists: BlockLists, keep: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", GRID)
-@pytest.mark.parametrize("shape", ["1,1,8,640", "1,1,1,8,200,456"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name in GRID for shape in ("1,1,8,640", "1,1,1,8,200,456")]
+    + [(name, "1,1,8,640") for name in SQUARE],
+)
 def test_dense_form_is_the_mask(name: str, shape: str) -> None:
     given = problem(name, shape)
     sizes = given.shape
@@ -65,7 +68,7 @@ def test_dense_form_is_the_mask(name: str, shape: str) -> None:
     assert torch.equal(got.expand(expected.shape[2:]), expected[0, 0])
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", GRID | SQUARE)
 def test_intervals_are_the_mask(name: str) -> None:
     keep = problem(name).keep[0, 0]
     form = intervals(keep)
@@ -134,8 +137,11 @@ def cute_masks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", [name for name in GRID if name != "full"])
-@pytest.mark.parametrize("shape", ["1,1,8,640", "1,1,1,8,100,150"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name in GRID if name != "full" for shape in ("1,1,8,640", "1,1,1,8,100,150")]
+    + [(name, "1,1,8,640") for name in SQUARE],
+)
 def test_cute_masks_are_the_mask(name: str, shape: str, cute_masks: ModuleType) -> None:
     given = problem(name, shape)
     function, tables = cute_masks.mask_mod(name, given.shape, CPU)

@@ -19,6 +19,9 @@ from stof.masks.index import Index
 # `(left, right)` in FlashAttention's sense, aligned to the last query and key; None is unbounded.
 Window = tuple[int | None, int | None]
 
+# Rows and columns of the neighbourhood that a token of a grid sees.
+NEIGHBORHOOD = 13
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -111,8 +114,35 @@ GRID: dict[str, GridMask] = {
 }
 
 
+def document_ends(length: int, typical: int) -> list[int]:
+    """Cumulative lengths of packed documents, from 0: log-normal around `typical` tokens, drawn with seed 0."""
+    normal = torch.randn(1 + length // 16, generator=torch.Generator().manual_seed(0), device="cpu")
+    ends = (typical * normal.exp()).long().clamp(min=16).cumsum(0)
+    return [0, *ends[ends < length].tolist(), length]
+
+
+def grid_sides(length: int) -> tuple[int, int]:
+    """Rows and columns of the grid that is nearest to a square of `length` tokens."""
+    rows = next(side for side in range(math.isqrt(length), 0, -1) if length % side == 0)
+    return rows, length // rows
+
+
+def _documents(length: int) -> Mask:
+    return masks.documents(cu_seqlens=document_ends(length, length // 8)) & masks.causal()
+
+
+# Masks of as many keys as queries.
+SQUARE: dict[str, GridMask] = {
+    grid.name: grid
+    for grid in (
+        GridMask("documents", _documents, dense_like=False),
+        GridMask("neighborhood", lambda s: masks.neighborhood_2d(*grid_sides(s), NEIGHBORHOOD), dense_like=False),
+    )
+}
+
+
 def grid_mask(name: str) -> GridMask:
-    """The grid's mask of that name, or of `random2%` and the like: so many scores, drawn with seed 0.
+    """The grid's mask of that name, one of `SQUARE`, or `random2%` and the like: so many scores, drawn with seed 0.
 
     Raises:
         ArgumentError: no such mask; lists those there are.
@@ -120,9 +150,10 @@ def grid_mask(name: str) -> GridMask:
     random = re.fullmatch(r"random(\d+(?:\.\d+)?)%", name)
     if random is not None and 0 < float(random[1]) <= 100:
         return GridMask(name, lambda s: random_mask(s, float(random[1]) / 100), dense_like=False)
-    if name not in GRID:
-        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(GRID)}, and random2% and the like")
-    return GRID[name]
+    known = GRID | SQUARE
+    if name not in known:
+        raise ArgumentError(f"unknown benchmark mask {name!r}; there are {', '.join(known)}, and random2% and the like")
+    return known[name]
 
 
 @functools.lru_cache(maxsize=4)
