@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from stof.kernels.dropout import Dropout, dense_kept_weights
 from stof.kernels.implementation import Gradients
 from stof.kernels.torch.reference import reference_backward
-from stof.testing import MEMORY_LAYOUTS, make_inputs, spread
+from stof.testing import MEMORY_LAYOUTS, make_inputs, oracle_attention, spread
 from tests.strategies import dense_masks
 
 
@@ -171,9 +172,30 @@ def _rounding(name: str, want: Tensor, call: dict[str, Any]) -> Tensor:
     if call["q"].dtype.itemsize == 2:
         # Dropout multiplies the terms of a sum, which cancel, by 1 / (1 - p).
         kept = 1 - call["dropout"].p if call.get("dropout") is not None else 1.0
-        return 8 * eps * want.abs().max().clamp(min=1.0 / kept)
+        bound = 8 * eps * want.abs().max().clamp(min=1.0 / kept)
+        return bound + 4 * eps / math.sqrt(12) * _largest_norm(call) if name == "bias" else bound
     rows, kv_len = call["q"].shape[:3].numel(), call["k"].shape[2]
     return (8 + max(rows, kv_len) / 2) * eps * getattr(_absolute_terms(call), name).max()
+
+
+def _largest_norm(call: dict[str, Any]) -> Tensor:
+    """The largest norm of the products of `out` and `d_out` that go into one value of the bias's gradient.
+
+    Each row subtracts their sum from the gradients of its weights. A rounded `out` has independent errors, of
+    `eps / sqrt(12)` each, which stay when the rows are added up, even if the gradient is 0: a bias of one value for all
+    keys changes no output.
+    """
+    options = {name: call.get(name) for name in ("scale", "bias", "sinks", "dropout")}
+    out = oracle_attention(
+        call["q"], call["k"], call["v"], call["keep"], softcap=call.get("softcap") or None, **options
+    )
+    products = out[0] * call["d_out"].double().masked_fill(out[1].isneginf()[..., None], 0.0)
+    every = (*products.shape[:3], call["k"].shape[2])
+    of_rows = products.square().sum(-1, keepdim=True).expand(every)
+    bias = call["bias"]
+    # Keys share the errors of their row.
+    shape = bias[(None,) * (4 - bias.ndim)].shape
+    return (of_rows.sum_to_size(shape) / (every[3] if shape[3] == 1 else 1)).max().sqrt()
 
 
 def _absolute_terms(call: dict[str, Any]) -> Gradients:
