@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import weakref
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -31,3 +33,19 @@ def test_the_thread_takes_default_device_and_grad_mode_over(pretended_gpu: torch
 def test_errors_are_those_of_the_thread_that_asked(pretended_gpu: torch.device) -> None:
     with pytest.raises(ZeroDivisionError):
         outside_graph_pool(pretended_gpu, lambda: 1 // 0)
+
+
+def test_an_error_keeps_nothing_alive(pretended_gpu: torch.device) -> None:
+    """CUDA graphs of torch.compile demand that tensors die when they died while the graph was recorded."""
+
+    def attempt() -> weakref.ref[torch.Tensor]:
+        x = torch.zeros(1)
+        with suppress(ZeroDivisionError):
+            outside_graph_pool(pretended_gpu, lambda: x / (1 // 0))
+        return weakref.ref(x)
+
+    gc.disable()
+    try:
+        assert attempt()() is None
+    finally:
+        gc.enable()

@@ -33,7 +33,10 @@ def test_masks_with_programs_and_tensors() -> None:
     assert torch.equal(found.to_dense(64, batch=2, heads=3), dense.to_dense(64, batch=2, heads=3))
     assert host_mask(mask, 64, device=torch.device("cpu")) is None
     # Functions may read tensors on the device; no kernel serves them, so none is compiled.
-    assert host_mask(masks.from_function(lambda b, h, i, j: i >= j), 64) is None
+    function = masks.from_function(lambda b, h, i, j: i >= j)
+    assert host_mask(function, 64) is None
+    assert host_mask(masks.per_head([mask, mask, function]), 64, (1, 3)) is None
+    assert host_mask(masks.per_head([mask, mask, masks.causal()]), 64, (1, 3)) is not None
 
 
 def test_the_host_does_so_many_scores() -> None:

@@ -61,7 +61,7 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     if failed:
-        raise failed[0]
+        raise failed.pop()  # an error in a list of its own traceback would keep the caller's tensors alive
     return results[0]
 
 

@@ -33,8 +33,14 @@ def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], devic
     if scores > HOST_SCORES:
         return None
     keep = mask.as_tensor(q_len, kv_len)
-    # Masks without programs may read tensors on the device, and the kernels do not serve them.
-    if keep is None and programs_of(mask, q_len, kv_len, [(0, 0)]) is None:
+    if keep is None and not _have_programs(mask, q_len, kv_len, sizes):
         return None
     _evaluated[device] = scores
     return mask if keep is None else DenseMask(keep.cpu(), copied=True)
+
+
+def _have_programs(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int]) -> bool:
+    """Whether all patterns are programs; others may read tensors on the device, and the kernels do not serve them."""
+    ids = mask.pattern_ids(*sizes).expand(sizes).flatten().tolist()
+    entries = [divmod(ids.index(one), sizes[1]) for one in dict.fromkeys(ids)]
+    return all(programs_of(mask, q_len, kv_len, [entry]) is not None for entry in entries)
