@@ -178,6 +178,31 @@ def test_attention_dropout_is_off_in_evaluation() -> None:
     assert torch.equal(model(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks tensors of a second graph for it
+@pytest.mark.parametrize("build", [models.mistral, models.gemma2])
+def test_compiled_models_train_under_windows_by_name(build: Callable[[], Any]) -> None:
+    """Each layer under its window, not under a tensor of every score, in two graphs at most."""
+    torch.compiler.reset()
+    model = training(hf.enable(build()))
+    inputs = {"input_ids": models.batch()["input_ids"]}
+    valid = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    expected = gradients(model, inputs, valid)
+    seen: list[tuple[str, Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.stof.masked_attention.default]
+        seen.extend((node.args[3], node.args[4]) for node in nodes)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        got = gradients(compiled, inputs, valid)
+        assert_equal({name.removeprefix("_orig_mod."): gradient for name, gradient in got.items()}, expected)
+    assert len(seen) == model.config.num_hidden_layers
+    assert all(bias is None for _, bias in seen)
+    assert any(f"sliding_window(left={model.config.sliding_window - 1}" in mask for mask, _ in seen), seen
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Inductor and what it imports
 def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ exactly by the caller; nothing here guesses.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import CodeType
@@ -42,6 +43,20 @@ def recognize_plain_mask(fn: Callable[..., Any]) -> Mask | None:
     if fn is hf.causal_mask_function:
         return causal()
     return full() if fn is hf.bidirectional_mask_function else None
+
+
+def recognize_window(fn: Callable[..., Any], length: int) -> Mask | None:
+    """The window equal to transformers' mask function on whole sequences; equal windows are one object.
+
+    Compiled code guards on the identity of a mask. So masks of tensors are left out: each would be compiled anew.
+    """
+    mask = recognize_mask(fn, length, length, 0, 0)
+    return _shared(mask) if isinstance(mask, type(sliding_window(1))) else None
+
+
+@functools.cache
+def _shared(mask: Mask) -> Mask:
+    return mask
 
 
 def _named(fn: Callable[..., Any], whole: int | None) -> Mask | None:
