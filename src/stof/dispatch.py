@@ -16,7 +16,7 @@ from stof.kernels.implementation import BoundCall, Gradients, NeedsGrad, Options
 from stof.kernels.quantization import wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.plans.backward import gradients_of
-from stof.plans.make import make_sized_plan
+from stof.plans.make import cached_plan, make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
@@ -28,8 +28,9 @@ def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     if isinstance(mask_or_plan, Tensor):
         refuse_values(q.device, also_own=True)
     if not isinstance(mask_or_plan, Plan):
-        return make_sized_plan(
-            mask_of(mask_or_plan), q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
+        mask = mask_of(mask_or_plan)
+        return cached_plan(mask, q, k) or make_sized_plan(
+            mask, q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device
         )
     return mask_or_plan.for_call(q, k)
 

@@ -307,6 +307,21 @@ def test_the_largest_tensor_of_a_single_call_is_known() -> None:
     }  # fmt: skip
 
 
+def test_a_custom_operator_sees_the_same_function() -> None:
+    """Inside of one, composite operators such as `&` are not taken apart."""
+    index = torch.tensor(0)
+    at = (index, index, index, index)
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return ((q - kv).abs() <= 3) & (q != 7) | (kv == 0)
+
+    outside = elementwise.traits_of(fn, at)
+    with torch._C._AutoDispatchBelowAutograd():
+        inside = elementwise.traits_of(fn, at)
+    assert inside.obstacle is None
+    assert inside.record.operations == outside.record.operations
+
+
 def test_large_results_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a part is larger than it may be, if a part is more than one score."""
     largest = 0
