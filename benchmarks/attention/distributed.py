@@ -2,11 +2,12 @@
 
 Each way is checked against `stof.attention` of the whole sequence before it is timed; a time is that of the slowest
 rank. "gather" and "ulysses" are what a user writes in a few lines: contiguous shards whose keys are gathered, and three
-exchanges of tensors before the attention and one after it.
+exchanges of tensors before the attention and one after it. "torch" is PyTorch's context parallelism with FlexAttention.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -25,13 +26,17 @@ from torch.multiprocessing.spawn import spawn
 import stof
 import stof.distributed as context_parallel
 from benchmarks.failures import first_line
+from benchmarks.peers.mask_formats import MaskMod
 from stof import masks
 from stof.masks import Mask
 from stof.testing.mask_grid import document_ends
 
-WAYS = ("stof", "stof-heads", "stof-keys", "gather", "ulysses")
+WAYS = ("stof", "stof-heads", "stof-keys", "gather", "ulysses", "torch")
 MASKS = ("causal", "documents", "window")
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_WINDOW, _SINKS = 4096, 4
+# Tokens of a typical document.
+_DOCUMENT = 1100
 _TOLERANCE = 2e-2
 _ROUNDS = 5
 
@@ -59,26 +64,42 @@ class DistributedRow:
 
 
 def mask_of(name: str, length: int) -> Mask:
-    """Causal masks of one length: whole, of documents with log-normal lengths, of a window of 4096 and 4 sinks."""
+    """Causal masks of one length: whole, of documents with log-normal lengths, of a window and sinks."""
     if name == "documents":
-        return masks.documents(cu_seqlens=document_ends(length, typical=1100)) & masks.causal()
+        return masks.documents(cu_seqlens=document_ends(length, _DOCUMENT)) & masks.causal()
     if name == "window":
-        return masks.causal() & (masks.sliding_window(4095, 0) | masks.sink_tokens(4))
+        return masks.causal() & (masks.sliding_window(_WINDOW - 1, 0) | masks.sink_tokens(_SINKS))
     return masks.causal()
+
+
+def mod_of(name: str, length: int, device: torch.device) -> MaskMod:
+    """The same as FlexAttention's users write them."""
+    if name == "documents":
+        ends = torch.tensor(document_ends(length, _DOCUMENT))
+        document = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).to(device)
+        return lambda b, h, q, k: (q >= k) & (document[q] == document[k])
+    if name == "window":
+        return lambda b, h, q, k: (q >= k) & ((q - k < _WINDOW) | (k < _SINKS))
+    return lambda b, h, q, k: q >= k
 
 
 def run(
     mask_names: Sequence[str], tokens: Sequence[int], ways: Sequence[str], folder: Path
 ) -> Iterator[DistributedRow]:
-    """Start a process for each GPU, and yield what the first of them wrote."""
+    """Start a process for each GPU, and yield what the first of them writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = folder / "rows.jsonl"
     ranks = torch.cuda.device_count()
-    spawn(_rank, (ranks, port, list(mask_names), list(tokens), list(ways), str(path)), ranks)
-    for line in path.read_text().splitlines():
-        yield DistributedRow(**json.loads(line))
+    processes = spawn(_rank, (ranks, port, list(mask_names), list(tokens), list(ways), str(path)), ranks, join=False)
+    seen, ended = 0, False
+    while not ended:
+        ended = processes.join(timeout=1)
+        lines = path.read_text().splitlines() if path.exists() else []
+        for line in lines[seen:]:
+            yield DistributedRow(**json.loads(line))
+        seen = len(lines)
 
 
 def _rank(rank: int, ranks: int, port: int, names: list[str], tokens: list[int], ways: list[str], path: str) -> None:
@@ -109,19 +130,19 @@ def _rows(name: str, tokens: int, ways: Sequence[str], mesh: Any, device: torch.
     for way in ways:
         row = partial(DistributedRow, name, tokens, ranks, way)
         try:
-            make = _stof if way.startswith("stof") else {"gather": _gather, "ulysses": _ulysses}[way]
-            attend, local, wanted = make(way, mask, length, mesh, (q, k, v, expected), rank)
+            make = _stof if way.startswith("stof") else {"gather": _gather, "ulysses": _ulysses, "torch": _torch}[way]
+            attend, local, wanted = make(way, name, mask, length, mesh, (q, k, v, expected), rank)
             error = float((attend(*local) - wanted).abs().max() / expected.abs().max())
             if not error <= _TOLERANCE:
                 raise ValueError(f"wrong: off by {error:.2g} of the largest")
             forward = _milliseconds(partial(attend, *local))
             both = None
-            if way.startswith("stof"):
+            if way.startswith(("stof", "torch")):
                 leaves = [x.detach().requires_grad_() for x in local]
                 d_out = torch.randn_like(wanted)
                 both = _milliseconds(partial(_both, attend, leaves, d_out))
             yield row(forward, both)
-        except (RuntimeError, ValueError) as problem:
+        except Exception as problem:  # a peer may refuse, on every rank: a row of the table
             yield row(note=first_line(problem))
 
 
@@ -147,7 +168,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def _stof(
-    way: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     shards = context_parallel.shard(mask, length, mesh)
     *local, wanted = (shards.split(x, 2).contiguous() for x in whole)
@@ -156,7 +177,7 @@ def _stof(
 
 
 def _gather(
-    way: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     *local, wanted = (x.chunk(mesh.size(), 2)[rank].contiguous() for x in whole)
     tokens = length // mesh.size()
@@ -172,7 +193,7 @@ def _gather(
 
 
 def _ulysses(
-    way: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     ranks = mesh.size()
     *local, wanted = (x.chunk(ranks, 2)[rank].contiguous() for x in whole)
@@ -191,3 +212,28 @@ def _ulysses(
         return out.transpose(0, 1).flatten(1, 2)
 
     return lambda q, k, v: to_tokens(stof.attention(to_heads(q), to_heads(k), to_heads(v), plan)), local, wanted
+
+
+def _torch(
+    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
+    """PyTorch's context parallelism with FlexAttention: keys are gathered, each rank has an early and a late part."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    parallel = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    balancer = importlib.import_module("torch.distributed.tensor.experimental._context_parallel")._HeadTailLoadBalancer
+    torch._dynamo.config.recompile_limit = 1024
+    balance = balancer(length, mesh.size(), mesh.device_type)
+    block_mask = parallel._create_cp_block_mask(
+        mod_of(name, length, whole[0].device), 1, 1, length, length, mesh, load_balancer=balance
+    )
+    *local, wanted = parallel._context_parallel_shard(mesh, list(whole), [2] * len(whole), load_balancer=balance)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    style = parallel._ContextParallel(2, parallel._ContextParallel.AttentionType.FLEX)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (q, k, v), _ = style.flex_input_fn(None, (q, k, v), {}, mesh)
+        out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+        return out
+
+    return attend, [x.contiguous() for x in local], wanted

@@ -211,7 +211,9 @@ def backward(
 def distributed(
     masks: Annotated[str, typer.Option(help="causal, documents and window, separated by spaces.")] = "",
     tokens: Annotated[str, typer.Option(help="Tokens of one GPU, separated by spaces.")] = "8192 32768",
-    ways: Annotated[str, typer.Option(help="stof, stof-heads, stof-keys, gather, ulysses, separated by spaces.")] = "",
+    ways: Annotated[
+        str, typer.Option(help="stof, stof-heads, stof-keys, gather, ulysses, torch, separated by spaces.")
+    ] = "",
     output: _Output = None,
 ) -> None:
     """Time attention over a sequence split over all GPUs of this host; every way is checked first."""
@@ -228,14 +230,15 @@ def distributed(
     must_be_writable(output)
     device = torch.device("cuda", 0)
     wanted = names("--masks", masks or " ".join(MASKS), MASKS), names("--ways", ways or " ".join(WAYS), WAYS)
-    with TemporaryDirectory() as folder:
-        rows = list(run(wanted[0], integers("--tokens", tokens), wanted[1], Path(folder)))
     table = Table("mask", "tokens a GPU", "way", "forward ms", "forward and backward ms", title=device_name(device))
-    for row in rows:
-        figures = ["" if ms is None else f"{ms:.2f}" for ms in (row.forward_ms, row.both_ms)]
-        table.add_row(row.mask, str(row.tokens), row.way, row.note or figures[0], figures[1])
-    if output is not None:
-        write_json(output, {"provenance": provenance(device), "rows": [asdict(row) for row in rows]})
+    rows = []
+    with TemporaryDirectory() as folder:
+        for row in run(wanted[0], integers("--tokens", tokens), wanted[1], Path(folder)):
+            rows.append(row)
+            figures = ["" if ms is None else f"{ms:.2f}" for ms in (row.forward_ms, row.both_ms)]
+            table.add_row(row.mask, str(row.tokens), row.way, row.note or figures[0], figures[1])
+            if output is not None:
+                write_json(output, {"provenance": provenance(device), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
 
 
