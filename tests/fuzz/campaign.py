@@ -60,6 +60,8 @@ def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool, until
             report.entries[case.entry] += 1
             if outcome.refused:
                 wanted = "rightly" if case.must_refuse else "otherwise valid"
+                if outcome.refused == "KernelError":  # of kernels that do not fit this device: each is worth a look
+                    wanted += f", case {number}"
                 report.refusals[f"{outcome.refused} ({case.entry}, {wanted})"] += 1
             if outcome.failure:
                 report.failures.append(outcome.failure)
