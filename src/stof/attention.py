@@ -18,6 +18,7 @@ from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import as_mask, is_function_or_block_mask
 from stof.operators import (
+    EagerAttention,
     dropout_attention_op,
     masked_attention_op,
     planned_attention_op,
@@ -251,6 +252,11 @@ def attention(
             if not traced and not is_empty(q, k):
                 options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
                 mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
+                if not q.is_meta and is_plain(q, k, v, bias, sinks, differentiated=True):
+                    out, lse = EagerAttention.apply(
+                        q, k, v, mask_or_plan, bias, sinks, factor, cap, implementation or "", dropout_p, seed
+                    )
+                    return (out, lse) if return_lse else out
         handle = handle_of(mask_or_plan, q, k, compiling)
         named = (q, k, v, handle.key, bias, sinks, factor, cap, implementation or "")
         if differentiated and compiling and handle.may_change:

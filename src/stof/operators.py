@@ -338,13 +338,17 @@ def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softca
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The autograd formula of the operators."""
+def _refuse_updated(ctx: Any) -> None:
     if ctx.plan is not None and ctx.plan.updates != ctx.updates:
         raise PlanMismatchError(
             "a dynamic plan was updated between a call and its backward pass, which would be under another mask; "
             "update it after the backward pass, or give each layer a plan of its own"
         )
+
+
+def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The autograd formula of the operators."""
+    _refuse_updated(ctx)
     q, k, v, out, lse, bias, sinks, keep, *seed = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     dropout = (ctx.dropout_p, *seed) if seed else ()
@@ -379,6 +383,38 @@ def _of_inputs(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, 
     rest = [None] * (len(ctx.needs_input_grad) - 6)
     every = (dq, dk, dv, None, d_bias, d_sinks, *rest)
     return tuple([x if wanted else None for x, wanted in zip(every, ctx.needs_input_grad, strict=True)])
+
+
+class EagerAttention(torch.autograd.Function):
+    """The operators and their autograd formula for eager calls that nobody intercepts, without the dispatcher's time.
+
+    Takes q, k, v, plan, bias, sinks, scale, softcap, implementation, dropout_p and seed; returns out and lse.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, plan, bias, sinks, scale, softcap, implementation, dropout_p, seed = inputs
+        ctx.options = Options(scale, softcap, dropout_p=dropout_p)
+        out, lse = _attend(q, k, v, plan, ctx.options._replace(bias=bias, sinks=sinks, seed=seed), implementation)
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks, seed)
+        ctx.plan, ctx.updates = plan, plan.updates
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _refuse_updated(ctx)
+        d_out, d_lse = gradients
+        q, k, v, out, lse, bias, sinks, seed = ctx.saved_tensors
+        options, needs = ctx.options._replace(bias=bias, sinks=sinks, seed=seed), _needs(ctx)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        tensors = (d_out, d_lse, q, k, v, out, lse)
+        if torch.is_grad_enabled():  # create_graph=True: the operator refuses to be differentiated
+            named_plan = (PLAN, bias, sinks, options.scale, options.softcap, ctx.plan.number, None, needs)
+            if seed is None:
+                return _of_inputs(ctx, masked_attention_backward_op(*tensors, *named_plan))
+            return _of_inputs(ctx, dropout_attention_backward_op(*tensors, *named_plan, options.dropout_p, seed))
+        return _of_inputs(ctx, _differentiate_call(*tensors, ctx.plan, options, needs))
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> Any:

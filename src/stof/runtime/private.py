@@ -92,12 +92,13 @@ _grad_enabled = torch.is_grad_enabled
 # Dispatch
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None, differentiated: bool = False) -> bool:
     """Whether an implementation may be called straight, past the operator and its host time.
 
-    Only where nobody intercepts operators, and for tensors of PyTorch's own types whose gradient is not asked for: all
-    others are for the operator, which autograd and PyTorch's dispatcher see. The dispatcher also negates tensors that
-    are only marked as negated (`z.conj().imag`), whose memory kernels would read as it is.
+    Only where nobody intercepts operators, and for tensors of PyTorch's own types whose gradient is not asked for
+    (unless `differentiated`): all others are for the operator, which autograd and PyTorch's dispatcher see. The
+    dispatcher also negates tensors that are only marked as negated (`z.conj().imag`), whose memory kernels would read
+    as it is.
 
     A mode of `__torch_dispatch__`, a transform of torch.func, a tracer (`torch.jit.trace`, `make_fx`) and
     functionalization each add a dispatch key of their own to the thread.
@@ -112,7 +113,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         or (_function_modes() and _has_function_mode())
     ):
         return False
-    grad = _grad_enabled()
+    grad = not differentiated and _grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg()):
             return False
