@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stof.dispatch import call_spec, is_empty, plan_for_backward, plan_of, run_call, run_empty
-from stof.errors import KernelError
+from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
-from stof.handles import FULL, handle_of, is_constant
+from stof.handles import FULL, Intersection, handle_of, is_constant
 from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
@@ -21,7 +21,6 @@ from stof.operators import (
     EagerAttention,
     dropout_attention_op,
     masked_attention_op,
-    planned_attention_op,
     varying_attention_op,
     varying_dropout_attention_op,
 )
@@ -46,6 +45,11 @@ from stof.validation import (
 )
 
 _UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
+_CHANGES = (
+    "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
+    "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
+    "variables"
+)
 
 
 def plan(
@@ -191,7 +195,7 @@ def attention(
         UnsupportedError: no implementation can run the call; lists every reason. Dropout of 8-bit tensors.
         UnsupportedError: DTensors that are sharded otherwise; dropout or 8-bit ones.
         UnsupportedError: where a gradient is asked for: of 8-bit tensors, under a dynamic plan of `vertical_slash`, and
-            in a `fullgraph` under any dynamic plan.
+            in a `fullgraph` under any dynamic plan or a mask that reads what may change.
         UnsupportedError, PlanMismatchError: in the backward pass: for second derivatives; if a dynamic plan was updated
             after the call.
     """
@@ -260,8 +264,8 @@ def attention(
         handle = handle_of(mask_or_plan, q, k, compiling)
         named = (q, k, v, handle.key, bias, sinks, factor, cap, implementation or "")
         if differentiated and compiling and handle.may_change:
-            out, lse, _ = planned_attention_op(*named, handle.number, dropout_p, seed)
-        elif seed is None:
+            raise UnsupportedError(_CHANGES, {})
+        if seed is None:
             operator = masked_attention_op if is_constant(handle, compiling) else varying_attention_op
             out, lse = operator(*named, *(scale_tuple or (None, None, None)), handle.number, handle.keep)
         else:
@@ -321,8 +325,12 @@ def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> st
     """Why compiled code has to leave a call to Python, else ""."""
     if is_function_or_block_mask(mask_or_plan):
         return "give stof.attention a mask that was made outside of compiled code by from_function"
-    dynamic = isinstance(mask_or_plan, Plan) and mask_or_plan.is_dynamic
-    return _UPDATES if dynamic and _is_differentiated(tensors) else ""
+    reason = ""
+    if isinstance(mask_or_plan, Plan):
+        reason = _UPDATES if mask_or_plan.is_dynamic else ""
+    elif isinstance(mask_or_plan, Mask | Intersection):
+        reason = _CHANGES if mask_or_plan.may_change else ""
+    return reason if reason and _is_differentiated(tensors) else ""
 
 
 def _is_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:

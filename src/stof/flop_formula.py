@@ -14,34 +14,35 @@ from stof.operators import (
     _dropout_attention,
     _dropout_attention_backward,
     _masked_attention,
-    _planned_attention,
-    _planned_attention_backward,
     dropout_attention_backward_op,
     dropout_attention_op,
     masked_attention_backward_op,
     masked_attention_op,
-    planned_attention_backward_op,
-    planned_attention_op,
     varying_attention_backward_op,
     varying_attention_op,
     varying_dropout_attention_backward_op,
     varying_dropout_attention_op,
 )
-from stof.plans.plan import Plan
 from stof.runtime.private import FakeTensor, dispatch_modes
 
+# Of the operators without dropout, and with it.
+_FORWARD, _BACKWARD = (
+    tuple([inspect.signature(function) for function in functions])
+    for functions in ((_masked_attention, _dropout_attention), (_attention_backward, _dropout_attention_backward))
+)
 
-def attention_flops(*args: Any, function: Any = _masked_attention, out_val: Any = None, **kwargs: Any) -> int:
-    """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of a function of `stof.operators`."""
+
+def attention_flops(*args: Any, out_val: Any = None, dropout: bool = False, **kwargs: Any) -> int:
+    """`2 * kept scores * (D + Dv)`, as FlashAttention is counted; arguments of the operators in `stof.operators`."""
     del out_val
-    scores, head_dim, value_dim = _kept_scores(inspect.signature(function).bind(*args, **kwargs))
+    scores, head_dim, value_dim = _kept_scores(_FORWARD[dropout].bind(*args, **kwargs))
     return 2 * scores * (head_dim + value_dim)
 
 
-def backward_flops(*args: Any, function: Any = _attention_backward, out_val: Any = None, **kwargs: Any) -> int:
+def backward_flops(*args: Any, out_val: Any = None, dropout: bool = False, **kwargs: Any) -> int:
     """`2 * kept scores * (3 * D + 2 * Dv)`: scores, the gradients of weights, and those of q, k and v."""
     del out_val
-    scores, head_dim, value_dim = _kept_scores(inspect.signature(function).bind(*args, **kwargs))
+    scores, head_dim, value_dim = _kept_scores(_BACKWARD[dropout].bind(*args, **kwargs))
     return 2 * scores * (3 * head_dim + 2 * value_dim)
 
 
@@ -51,16 +52,10 @@ def _kept_scores(call: inspect.BoundArguments) -> tuple[int, int, int]:
     The mask's plan counts the kept scores. Fake and meta tensors have no plan, so all scores count there.
     """
     call.apply_defaults()
-    given = call.arguments
-    q, k, v = given["q"], given["k"], given["v"]
+    q, k, v, mask, number, keep = (call.arguments[name] for name in ("q", "k", "v", "mask", "number", "keep"))
     share = 1.0
     if 0 not in q.shape and 0 not in k.shape and not isinstance(q, FakeTensor) and not q.is_meta:
-        mask_or_plan = (
-            Plan.by_number(int(given["plan"]))
-            if "plan" in given
-            else named(given["mask"], given["number"], given.get("keep"))
-        )
-        share = plan_of(mask_or_plan, q, k).statistics().density
+        share = plan_of(named(mask, number, keep), q, k).statistics().density
     batch, heads, q_len, head_dim = q.shape
     return round(share * batch * heads * q_len * k.shape[2]), head_dim, v.shape[3]
 
@@ -79,15 +74,13 @@ def register_flops() -> None:
             (attention_flops, (masked_attention_op, varying_attention_op)),
             (backward_flops, (masked_attention_backward_op, varying_attention_backward_op)),
             (
-                partial(attention_flops, function=_dropout_attention),
+                partial(attention_flops, dropout=True),
                 (dropout_attention_op, varying_dropout_attention_op),
             ),
             (
-                partial(backward_flops, function=_dropout_attention_backward),
+                partial(backward_flops, dropout=True),
                 (dropout_attention_backward_op, varying_dropout_attention_backward_op),
             ),
-            (partial(attention_flops, function=_planned_attention), (planned_attention_op,)),
-            (partial(backward_flops, function=_planned_attention_backward), (planned_attention_backward_op,)),
         )
         for op in operators
     }

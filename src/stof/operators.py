@@ -87,40 +87,6 @@ def _dropout_attention(
     return _attend(q, k, v, named(mask, number, keep), options, implementation)
 
 
-def _planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: str,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    implementation: str,
-    number: int,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The others, for compiled code that differentiates a call whose mask may change before the backward pass.
-
-    Returns:
-        `(out, lse, plan)`: `plan`, int64 `[1]` on the CPU, names the plan of the call for the backward pass, and keeps
-        it alive.
-    """
-    options = Options(scale, softcap, bias, sinks, dropout_p=dropout_p, seed=seed)
-    mask_or_plan = named(mask, number, None)
-    if is_empty(q, k):
-        return (*_attend(q, k, v, mask_or_plan, options, implementation), _number_of(None))
-    plan = plan_of(mask_or_plan, q, k)
-    return (*_attend(q, k, v, plan, options, implementation), _number_of(plan))
-
-
-def _number_of(plan: Plan | None) -> Tensor:
-    number: Any = torch.tensor([0 if plan is None else plan.number], device="cpu")
-    number.plan = plan
-    return number
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, options: Options, implementation: str
 ) -> tuple[Tensor, Tensor]:
@@ -146,12 +112,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *options: Any) -> tuple[Te
             {},
         )
     return empty_results(q, v)
-
-
-def _fake_planned(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised results, for compilers."""
-    del k, options
-    return (*empty_results(q, v), q.new_empty(1, dtype=torch.int64, device="cpu"))
 
 
 def _attention_backward(
@@ -210,30 +170,6 @@ def _dropout_attention_backward(
     return _differentiate_call(d_out, d_lse, q, k, v, out, lse, named(mask, number, keep), options, needs)
 
 
-def _planned_attention_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    needs: list[bool],
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `planned_attention`: as for the other operators, with the `plan` that the call returned."""
-    options = Options(scale, softcap, bias, sinks, dropout_p=dropout_p, seed=seed)
-    # A saved tensor that was moved or copied holds the number alone.
-    mask_or_plan = None if is_empty(q, k) else getattr(plan, "plan", None) or Plan.by_number(int(plan))
-    return _differentiate_call(d_out, d_lse, q, k, v, out, lse, mask_or_plan, options, needs)
-
-
 def _differentiate_call(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask_or_plan: Any,
     options: Options, needs: list[bool],
@@ -253,7 +189,7 @@ def _differentiate_call(
 
 def _in_memory_order(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient with the strides that the fake promises."""
-    if gradient.stride() == x.stride():
+    if gradient.stride() == x.stride():  # the fake's, where memory has no gaps; allocates nothing
         return gradient
     wanted = empty_gradient(x)
     return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
@@ -286,15 +222,6 @@ def _fake_backward(
     return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
 
 
-def _fake_planned_backward(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
-    bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float, needs: list[bool], *dropout: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return uninitialised gradients, for compilers."""
-    del d_out, d_lse, out, lse, plan, scale, softcap, dropout
-    return _gradients(q, k, v, bias, sinks, NeedsGrad(*needs), empty_gradient)
-
-
 def _copy(keep: Tensor) -> Tensor:
     return keep.clone()
 
@@ -319,14 +246,6 @@ def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
     ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep), seed)
     _save_rest(ctx, q, mask, number, scale, softcap)
-
-
-def _save_planned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """`_save` of a call that returned its plan."""
-    q, k, v, _, bias, sinks, ctx.scale, ctx.softcap, _, _, ctx.dropout_p, seed = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, seed)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
 
 
 def _save_rest(ctx: Any, q: Tensor, mask: str, number: int, scale: float, softcap: float) -> None:
@@ -356,18 +275,6 @@ def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor 
         d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, _needs(ctx),
         *dropout,
     )  # fmt: skip
-    return _of_inputs(ctx, gradients)
-
-
-def _differentiate_planned(
-    backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, d_plan: None
-) -> tuple[Tensor | None, ...]:
-    """The autograd formula of `planned_attention`."""
-    q, k, v, out, lse, plan, bias, sinks, seed = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = backward(
-        d_out, d_lse, q, k, v, out, lse, plan, bias, sinks, ctx.scale, ctx.softcap, _needs(ctx), ctx.dropout_p, seed
-    )
     return _of_inputs(ctx, gradients)
 
 
@@ -461,11 +368,3 @@ varying_attention_op, varying_attention_backward_op = _operators("varying_attent
 varying_dropout_attention_op, varying_dropout_attention_backward_op = _operators(
     "varying_dropout_attention", torch.Tag.cudagraph_unsafe, dropout=True
 )
-planned_attention_op = _operator("planned_attention", _planned_attention, _fake_planned, (torch.Tag.cudagraph_unsafe,))
-planned_attention_backward_op = _operator(
-    "planned_attention_backward", _planned_attention_backward, _fake_planned_backward, (torch.Tag.cudagraph_unsafe,)
-)
-planned_attention_op.register_autograd(
-    partial(_differentiate_planned, planned_attention_backward_op), setup_context=_save_planned
-)
-planned_attention_backward_op.register_autograd(_no_double_backward)

@@ -32,8 +32,8 @@ _UNTAGGED = {
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
-# Operators that were seen and are not made of others. Those that are arrive whole inside a custom operator, as
-# `__and__`, and as their parts everywhere else.
+# Operators that were seen and have no decomposition. Inside a custom operator PyTorch passes composite operators, such
+# as `__and__`, undecomposed; elsewhere it passes their parts.
 _BASIC: set[Any] = set()
 
 

@@ -15,6 +15,7 @@ from stof.integrations.transformers.mask_recognition import recognize_mask, reco
 from stof.integrations.transformers.mask_validation import check_padding
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
+from stof.runtime.private import is_exporting
 
 
 def make_mask(
@@ -32,9 +33,9 @@ def make_mask(
     """The mask function transformers calls once per forward pass; arguments as `masking_utils.sdpa_mask`.
 
     Padding is read on the host to plan with it, one small copy per forward pass. Compiled code keeps it as a tensor
-    instead: no copy, no graph break, and attention is computed on padded keys too. Compiled code that may record
-    gradients breaks its graph to read a window; other compiled code evaluates one at every score. The mask of a single
-    query is a tensor as a whole.
+    instead: no copy, no graph break, and attention is computed on padded keys too. Compiled code evaluates windows at
+    every score; where gradients are enabled it breaks its graph to read them, which `fullgraph=True` refuses. The mask
+    of a single query is a tensor as a whole.
 
     Args:
         attention_mask: bool `[B, tokens seen]` padding, or a `ModelMask` (a packed batch) to intersect with.
@@ -47,7 +48,7 @@ def make_mask(
         >>> stof_hf.make_mask(2, 40, 40).mask  # a decoder's mask, without padding
         causal()
     """
-    windowed = kwargs.get("local_size") is not None
+    may_be_window = kwargs.get("local_size") is not None
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()
     if isinstance(attention_mask, ModelMask) and attention_mask.split is not None:
@@ -62,8 +63,8 @@ def make_mask(
         # Dynamo traces closures and offsets as symbols; only plain masks of whole sequences are recognisable.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
         mask = recognize_plain_mask(mask_function) if start else None
-        if mask is None and start and windowed and q_length == kv_length and torch.is_grad_enabled():
-            mask = torch.compiler.disable(recognize_window)(mask_function, q_length)
+        if mask is None and start and may_be_window and torch.is_grad_enabled() and not is_exporting():
+            mask = _window_outside_graphs(mask_function, q_length, kv_length)
     else:
         assert isinstance(q_offset, int)
         mask = recognize_mask(mask_function, q_length, kv_length, q_offset, kv_offset)
@@ -95,6 +96,13 @@ def make_mask(
         kv_offset=kv_offset,
         exact_nan=given is not None and given.exact_nan,
     )
+
+
+_window_outside_graphs = torch.compiler.disable(
+    recognize_window,
+    reason="compiled code that may be differentiated reads sliding windows outside of its graph; call the model under "
+    "torch.no_grad(), or compile it without fullgraph=True",
+)
 
 
 def _of_split_sequence(given: ModelMask, mask_function: Callable[..., Any]) -> ModelMask:

@@ -45,12 +45,12 @@ def recognize_plain_mask(fn: Callable[..., Any]) -> Mask | None:
     return full() if fn is hf.bidirectional_mask_function else None
 
 
-def recognize_window(fn: Callable[..., Any], length: int) -> Mask | None:
-    """The window equal to transformers' mask function on whole sequences; equal windows are one object.
+def recognize_window(fn: Callable[..., Any], q_length: int, kv_length: int) -> Mask | None:
+    """The window equal to transformers' mask function of tokens from the first; equal windows are one object.
 
     Compiled code guards on the identity of a mask. So masks of tensors are left out: each would be compiled anew.
     """
-    mask = recognize_mask(fn, length, length, 0, 0)
+    mask = recognize_mask(fn, q_length, kv_length, 0, 0)
     return _shared(mask) if isinstance(mask, type(sliding_window(1))) else None
 
 
