@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import stof
 from stof import masks
@@ -215,6 +216,20 @@ def test_compiled_code_and_functions_with_state() -> None:
     whole = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="what may change"):
         whole(q, k, v)
+
+
+def test_gradients_that_the_dispatcher_sees() -> None:
+    """Tensors that are only marked as negated, and modes around the backward pass alone, take the operator."""
+    q, k, v = inputs()
+    out = stof.attention(q, k, v, MASK)
+    straight = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    negated = torch.complex(torch.zeros_like(out), torch.ones_like(out)).conj().imag
+    assert negated.is_neg()
+    for got, wanted in zip(torch.autograd.grad(out, (q, k, v), negated, retain_graph=True), straight, strict=True):
+        assert torch.equal(got, -wanted)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert list(counter.get_flop_counts()["Global"]) == [torch.ops.stof.masked_attention_backward]
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])

@@ -15,7 +15,7 @@ from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
-from stof.runtime.private import has_values
+from stof.runtime.private import has_values, is_plain
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -316,7 +316,8 @@ class EagerAttention(torch.autograd.Function):
         options, needs = ctx.options._replace(bias=bias, sinks=sinks, seed=seed), _needs(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         tensors = (d_out, d_lse, q, k, v, out, lse)
-        if torch.is_grad_enabled():  # create_graph=True: the operator refuses to be differentiated
+        # The operator refuses to be differentiated (create_graph=True), and is for all that `is_plain` tells.
+        if torch.is_grad_enabled() or not is_plain(*tensors, bias, sinks, seed, differentiated=True):
             named_plan = (PLAN, bias, sinks, options.scale, options.softcap, ctx.plan.number, None, needs)
             if seed is None:
                 return _of_inputs(ctx, masked_attention_backward_op(*tensors, *named_plan))
