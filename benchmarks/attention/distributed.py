@@ -26,17 +26,13 @@ from torch.multiprocessing.spawn import spawn
 import stof
 import stof.distributed as context_parallel
 from benchmarks.failures import first_line
-from benchmarks.peers.mask_formats import MaskMod
+from benchmarks.peers.mask_formats import WrittenMask, documents_mod, mask_mod
 from stof import masks
-from stof.masks import Mask
 from stof.testing.mask_grid import document_ends
 
 WAYS = ("stof", "stof-heads", "stof-keys", "gather", "ulysses", "torch")
-MASKS = ("causal", "documents", "window")
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _WINDOW, _SINKS = 4096, 4
-# Tokens of a typical document.
-_DOCUMENT = 1100
 _TOLERANCE = 2e-2
 _ROUNDS = 5
 
@@ -63,24 +59,29 @@ class DistributedRow:
     note: str = ""
 
 
-def mask_of(name: str, length: int) -> Mask:
-    """Causal masks of one length: whole, of documents with log-normal lengths, of a window and sinks."""
-    if name == "documents":
-        return masks.documents(cu_seqlens=document_ends(length, _DOCUMENT)) & masks.causal()
-    if name == "window":
-        return masks.causal() & (masks.sliding_window(_WINDOW - 1, 0) | masks.sink_tokens(_SINKS))
-    return masks.causal()
+def _documents(length: int) -> list[int]:
+    return document_ends(length, typical=1100)
 
 
-def mod_of(name: str, length: int, device: torch.device) -> MaskMod:
-    """The same as FlexAttention's users write them."""
-    if name == "documents":
-        ends = torch.tensor(document_ends(length, _DOCUMENT))
-        document = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).to(device)
-        return lambda b, h, q, k: (q >= k) & (document[q] == document[k])
-    if name == "window":
-        return lambda b, h, q, k: (q >= k) & ((q - k < _WINDOW) | (k < _SINKS))
-    return lambda b, h, q, k: q >= k
+# Causal masks: whole, of documents with log-normal lengths, of a window and sinks.
+MASKS = {
+    grid.name: grid
+    for grid in (
+        WrittenMask("causal", lambda s: masks.causal(), dense_like=True, mod=lambda s, d: lambda b, h, q, k: q >= k),
+        WrittenMask(
+            "documents",
+            lambda s: masks.documents(cu_seqlens=_documents(s)) & masks.causal(),
+            dense_like=False,
+            mod=lambda s, d: documents_mod(_documents(s), d),
+        ),
+        WrittenMask(
+            "window",
+            lambda s: masks.causal() & (masks.sliding_window(_WINDOW - 1, 0) | masks.sink_tokens(_SINKS)),
+            dense_like=False,
+            mod=lambda s, d: lambda b, h, q, k: (q >= k) & ((q - k < _WINDOW) | (k < _SINKS)),
+        ),
+    )
+}
 
 
 def run(
@@ -120,18 +121,18 @@ def _rank(rank: int, ranks: int, port: int, names: list[str], tokens: list[int],
 def _rows(name: str, tokens: int, ways: Sequence[str], mesh: Any, device: torch.device) -> Iterator[DistributedRow]:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     length = tokens * ranks
-    mask = mask_of(name, length)
+    named = MASKS[name]
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, length, _HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator)
         for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
     )
-    expected = stof.attention(q, k, v, mask)
+    expected = stof.attention(q, k, v, named.mask(length))
     for way in ways:
         row = partial(DistributedRow, name, tokens, ranks, way)
         try:
             make = _stof if way.startswith("stof") else {"gather": _gather, "ulysses": _ulysses, "torch": _torch}[way]
-            attend, local, wanted = make(way, name, mask, length, mesh, (q, k, v, expected), rank)
+            attend, local, wanted = make(way, named, length, mesh, (q, k, v, expected), rank)
             error = float((attend(*local) - wanted).abs().max() / expected.abs().max())
             if not error <= _TOLERANCE:
                 raise ValueError(f"wrong: off by {error:.2g} of the largest")
@@ -168,20 +169,20 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def _stof(
-    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, named: WrittenMask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
-    shards = context_parallel.shard(mask, length, mesh)
+    shards = context_parallel.shard(named.mask(length), length, mesh)
     *local, wanted = (shards.split(x, 2).contiguous() for x in whole)
     chosen = None if way == "stof" else way.removeprefix("stof-")
     return lambda q, k, v: context_parallel.attention(q, k, v, shards, way=chosen), local, wanted
 
 
 def _gather(
-    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, named: WrittenMask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     *local, wanted = (x.chunk(mesh.size(), 2)[rank].contiguous() for x in whole)
     tokens = length // mesh.size()
-    rows = masks.placed(mask, rank * tokens)
+    rows = masks.placed(named.mask(length), rank * tokens)
     plan = stof.plan(rows, tokens, length, batch=1, heads=_HEADS, device=whole[0].device)
 
     def every(x: Tensor) -> Tensor:
@@ -193,11 +194,11 @@ def _gather(
 
 
 def _ulysses(
-    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, named: WrittenMask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     ranks = mesh.size()
     *local, wanted = (x.chunk(ranks, 2)[rank].contiguous() for x in whole)
-    plan = stof.plan(mask, length, length, batch=1, heads=_HEADS // ranks, device=whole[0].device)
+    plan = stof.plan(named.mask(length), length, length, batch=1, heads=_HEADS // ranks, device=whole[0].device)
 
     def to_heads(x: Tensor) -> Tensor:
         parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # [ranks, 1, heads, tokens, D]
@@ -215,17 +216,17 @@ def _ulysses(
 
 
 def _torch(
-    way: str, name: str, mask: Mask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
+    way: str, named: WrittenMask, length: int, mesh: Any, whole: Sequence[Tensor], rank: int
 ) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
     """PyTorch's context parallelism with FlexAttention: keys are gathered, each rank has an early and a late part."""
     from torch.nn.attention.flex_attention import flex_attention
 
     parallel = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
     balancer = importlib.import_module("torch.distributed.tensor.experimental._context_parallel")._HeadTailLoadBalancer
-    torch._dynamo.config.recompile_limit = 1024
+    torch.compiler.reset()
     balance = balancer(length, mesh.size(), mesh.device_type)
     block_mask = parallel._create_cp_block_mask(
-        mod_of(name, length, whole[0].device), 1, 1, length, length, mesh, load_balancer=balance
+        mask_mod(named, length, length, whole[0].device), 1, 1, length, length, mesh, load_balancer=balance
     )
     *local, wanted = parallel._context_parallel_shard(mesh, list(whole), [2] * len(whole), load_balancer=balance)
     compiled: Any = torch.compile(flex_attention, dynamic=False)

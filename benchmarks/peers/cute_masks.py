@@ -22,7 +22,7 @@ cutlass: Any = importlib.import_module("cutlass")
 cute: Any = importlib.import_module("cutlass.cute")
 utils: Any = importlib.import_module("flash_attn.cute.utils")
 
-# A kernel may look up rows and columns past the last ones, up to one tile of so many.
+# A kernel may look up rows past the last query, up to one tile of so many.
 _TILE_ROWS = 192
 
 
@@ -50,7 +50,10 @@ def mask_mod(name: str, shape: Shape, device: torch.device) -> tuple[Callable[..
 
 
 def _random_starts(shape: Shape, device: torch.device) -> Tensor:
-    """First key of each random block, int32 `[row blocks + 8, 3]`."""
+    """First key of each random block, int32 `[row blocks + 8, 3]`.
+
+    The kernel may look up rows past the last query, up to one tile of 192; the table is padded for them.
+    """
     chosen = random_blocks(shape.q_len, shape.kv_len, device) * 64
     missing = 3 - chosen.shape[1]
     return F.pad(chosen, (0, missing, 0, 8), value=-64).to(torch.int32).contiguous()

@@ -59,9 +59,10 @@ def _bigbird_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
     return lambda b, h, q, k: local(b, h, q, k) | table[q // 64, k // 64]
 
 
-def _documents_mod(q_len: int, kv_len: int, device: torch.device) -> MaskMod:
-    ends = torch.tensor(document_ends(q_len, q_len // 8))
-    document = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).to(device)
+def documents_mod(ends: list[int], device: torch.device) -> MaskMod:
+    """Causal documents with these cumulative lengths, from 0."""
+    lengths = torch.tensor(ends).diff()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
     return lambda b, h, q, k: (q >= k) & (document[q] == document[k])
 
 
@@ -77,7 +78,7 @@ _MASK_MODS: dict[str, Callable[[int, int, torch.device], MaskMod]] = {
     "bigbird": _bigbird_mod,
     "strided": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k < 128) | (k % 128 >= 120)),
     "dilated": lambda s, t, d: lambda b, h, q, k: (q >= k) & ((q - k) % 16 == 0) & (q - k < 2048),
-    "documents": _documents_mod,
+    "documents": lambda s, t, d: documents_mod(document_ends(s, s // 8), d),
     "neighborhood": _neighborhood_mod,
 }
 

@@ -189,7 +189,7 @@ def _differentiate_call(
 
 def _in_memory_order(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient with the strides that the fake promises."""
-    if gradient.stride() == x.stride():  # the fake's, where memory has no gaps; allocates nothing
+    if gradient.stride() == x.stride():  # x has no gaps then, so the fake has these strides; allocates nothing
         return gradient
     wanted = empty_gradient(x)
     return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
@@ -293,9 +293,10 @@ def _of_inputs(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, 
 
 
 class EagerAttention(torch.autograd.Function):
-    """The operators and their autograd formula for eager calls that nobody intercepts, without the dispatcher's time.
+    """The operators' autograd formula for eager calls that nothing intercepts; it does not use PyTorch's dispatcher.
 
-    Takes q, k, v, plan, bias, sinks, scale, softcap, implementation, dropout_p and seed; returns out and lse.
+    `apply(q, k, v, plan, bias, sinks, scale, softcap, implementation, dropout_p, seed)` returns `(out, lse)`; arguments
+    as for the operators, with the plan in place of what names it.
     """
 
     @staticmethod
@@ -316,12 +317,13 @@ class EagerAttention(torch.autograd.Function):
         options, needs = ctx.options._replace(bias=bias, sinks=sinks, seed=seed), _needs(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         tensors = (d_out, d_lse, q, k, v, out, lse)
-        # The operator refuses to be differentiated (create_graph=True), and is for all that `is_plain` tells.
+        # The operator raises an error when it is differentiated (create_graph=True), and takes tensors and modes that
+        # are not plain.
         if torch.is_grad_enabled() or not is_plain(*tensors, bias, sinks, seed, differentiated=True):
-            named_plan = (PLAN, bias, sinks, options.scale, options.softcap, ctx.plan.number, None, needs)
+            arguments = (*tensors, PLAN, bias, sinks, options.scale, options.softcap, ctx.plan.number, None, needs)
             if seed is None:
-                return _of_inputs(ctx, masked_attention_backward_op(*tensors, *named_plan))
-            return _of_inputs(ctx, dropout_attention_backward_op(*tensors, *named_plan, options.dropout_p, seed))
+                return _of_inputs(ctx, masked_attention_backward_op(*arguments))
+            return _of_inputs(ctx, dropout_attention_backward_op(*arguments, options.dropout_p, seed))
         return _of_inputs(ctx, _differentiate_call(*tensors, ctx.plan, options, needs))
 
 

@@ -186,7 +186,7 @@ def _largest_norm(call: dict[str, Any]) -> Tensor:
     keys changes no output.
     """
     options = {name: call.get(name) for name in ("scale", "bias", "sinks", "dropout")}
-    q, k, v = (call[name].nan_to_num() for name in ("q", "k", "v"))  # what nobody sees may be NaN
+    q, k, v = (call[name].nan_to_num() for name in ("q", "k", "v"))  # NaN in keys that no query sees, and in empty rows
     out = oracle_attention(q, k, v, call["keep"], softcap=call.get("softcap") or None, **options)
     products = out[0] * call["d_out"].double().masked_fill(out[1].isneginf()[..., None], 0.0)
     every = (*products.shape[:3], call["k"].shape[2])

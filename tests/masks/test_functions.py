@@ -307,8 +307,8 @@ def test_the_largest_tensor_of_a_single_call_is_known() -> None:
     }  # fmt: skip
 
 
-def test_a_custom_operator_sees_the_same_function() -> None:
-    """Inside of one, composite operators such as `&` are not taken apart."""
+def test_functions_inside_of_custom_operators() -> None:
+    """PyTorch passes composite operators, such as `&`, undecomposed there."""
     index = torch.tensor(0)
     at = (index, index, index, index)
 
@@ -316,8 +316,15 @@ def test_a_custom_operator_sees_the_same_function() -> None:
         return ((q - kv).abs() <= 3) & (q != 7) | (kv == 0)
 
     outside = elementwise.traits_of(fn, at)
-    with torch._C._AutoDispatchBelowAutograd():
-        inside = elementwise.traits_of(fn, at)
+    traits = []
+
+    @torch.library.custom_op("stof_test::trace", mutates_args=())
+    def trace(x: Tensor) -> Tensor:
+        traits.append(elementwise.traits_of(fn, at))
+        return x.clone()
+
+    trace(index)
+    (inside,) = traits
     assert inside.obstacle is None
     assert inside.record.operations == outside.record.operations
 

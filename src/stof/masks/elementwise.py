@@ -32,9 +32,9 @@ _UNTAGGED = {
 _NEW = {_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros}
 # Operators that look each element up in a table of one dimension: positions of the elements and of the table.
 _LOOKUPS = {_aten.isin.Tensor_Tensor: (0, 1), _aten.bucketize.Tensor: (0, 1), _aten.searchsorted.Tensor: (1, 0)}
-# Operators that were seen and have no decomposition. Inside a custom operator PyTorch passes composite operators, such
-# as `__and__`, undecomposed; elsewhere it passes their parts.
-_BASIC: set[Any] = set()
+# Operators that are known not to be composite. Inside a custom operator PyTorch passes composite operators, such as
+# `__and__`, undecomposed; elsewhere it passes their parts.
+_NOT_COMPOSITE: set[Any] = set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,12 +214,12 @@ class _Trace(DispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _BASIC and hasattr(func, "decompose"):
+        if func not in _NOT_COMPOSITE and hasattr(func, "decompose"):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            _BASIC.add(func)
+            _NOT_COMPOSITE.add(func)
         packet = getattr(func, "overloadpacket", None)
         tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
         tracked = [x for x in tensors if self.tracks(x)]

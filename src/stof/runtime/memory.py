@@ -61,7 +61,8 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     if failed:
-        raise failed.pop()  # an error in a list of its own traceback would keep the caller's tensors alive
+        # Not `failed[0]`: the error's traceback holds this list, a cycle that keeps the caller's tensors alive.
+        raise failed.pop()
     return results[0]
 
 

@@ -131,7 +131,8 @@ def mask_of(case: Case) -> Mask | None:
         documents = masks.documents(cu_seqlens=[0, *accumulate(document_lengths(case.seq))])
         return masks.causal() & documents if case.model in CAUSAL else documents
     if case.mask == "neighborhood":
-        # A copy, as FlexAttention's BlockMask is one: the function reads variables, which may change.
+        # Dense values, like FlexAttention's BlockMask: compiled training breaks its graph under a function that reads
+        # variables.
         return masks.from_dense(masks.from_function(neighborhood(image_side(case.seq))).to_dense(case.seq))
     if case.mask == "window+sinks":
         return masks.causal() & (masks.sliding_window(WINDOW - 1) | masks.sink_tokens(SINKS))

@@ -48,6 +48,7 @@ def make_mask(
         >>> stof_hf.make_mask(2, 40, 40).mask  # a decoder's mask, without padding
         causal()
     """
+    # Given for sliding windows and chunks.
     may_be_window = kwargs.get("local_size") is not None
     if isinstance(attention_mask, ModelMask) and attention_mask.includes_model_mask:
         return attention_mask  # prepared ahead of the forward pass, by generate()

@@ -46,7 +46,7 @@ def recognize_plain_mask(fn: Callable[..., Any]) -> Mask | None:
 
 
 def recognize_window(fn: Callable[..., Any], q_length: int, kv_length: int) -> Mask | None:
-    """The window equal to transformers' mask function of tokens from the first; equal windows are one object.
+    """The window equal to the mask function, for queries and keys from position 0; equal windows are one object.
 
     Compiled code guards on the identity of a mask. So masks of tensors are left out: each would be compiled anew.
     """
