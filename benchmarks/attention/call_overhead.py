@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import stof
@@ -52,5 +54,23 @@ def launch_times(device: torch.device, dtype: torch.dtype, calls: int) -> list[L
         contenders["stof.attention, causal, Hopper kernel"] = lambda: stof.attention(
             q, k, v, causal, implementation="hopper"
         )
+    q_leaf, k_leaf, v_leaf = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    d_out = torch.ones_like(q)
+
+    def ours() -> Tensor:
+        return stof.attention(q_leaf, k_leaf, v_leaf, causal)
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(q_leaf, k_leaf, v_leaf, is_causal=True)
+
+    trained = {
+        f"{name}, causal, {passes}": call
+        for name, attend in (("stof.attention", ours), ("scaled_dot_product_attention", theirs))
+        for passes, call in (
+            ("forward with gradients", attend),
+            ("backward", partial(torch.autograd.grad, attend(), leaves, d_out, retain_graph=True)),
+        )
+    }
     with torch.no_grad():
-        return [Launch(name, us) for name, us in host_us(contenders, device, calls=calls).items()]
+        times = host_us(contenders, device, calls=calls)
+    return [Launch(name, us) for name, us in (times | host_us(trained, device, calls=calls)).items()]
