@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import time
@@ -34,6 +35,7 @@ def run(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
 
 
 def _process(rank: int, function: Callable[..., None], ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=EXCHANGE_SECONDS))

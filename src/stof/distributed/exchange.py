@@ -1,7 +1,8 @@
 """Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
 
-Rows are moved as `[S, B, columns]`, so that the rows of one rank are contiguous. Sums over ranks are local, in the
-order of ranks, after an all-to-all: two equal calls give equal bits, and 16-bit gradients are summed in 32 bits.
+Tensors are moved as rows `[S, ...]`, where a range of tokens is one piece of memory: nothing is copied to be sent or
+received. Sums over ranks are local, in the order of ranks: two equal calls give equal bits, and 16-bit gradients are
+summed in 32 bits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# PyTorch 2.13 renames it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -26,117 +24,100 @@ class Exchange:
     Attributes:
         group: the ranks.
         rank: this one, in the group.
-        tokens: rows of each rank.
-        by_rank: int64 `[S]`, positions of rank 0, then those of rank 1, and so on; None if that is 0, 1, 2, ...
-        by_position: int64 `[S]`, place of each position in that order; None likewise.
-        padded: int64 `[S]`, the same where each rank's rows are padded to the longest's; None likewise.
+        ranges: first row and end of each range that a rank holds, in ascending order; of each rank.
     """
 
     group: dist.ProcessGroup
     rank: int
-    tokens: tuple[int, ...]
-    by_rank: Tensor | None
-    by_position: Tensor | None
-    padded: Tensor | None
-
-    @staticmethod
-    def of(group: dist.ProcessGroup, rank: int, positions: Sequence[Tensor]) -> Exchange:
-        """From the positions of each rank, int64 on the device of the tensors to come."""
-        tokens = tuple(len(each) for each in positions)
-        order, most = torch.cat(list(positions)), max(tokens)
-        places = torch.cat([torch.arange(n, device=order.device) + r * most for r, n in enumerate(tokens)])
-        inverse = order.argsort()
-        padded = places[inverse]
-
-        def unless_sorted(index: Tensor, length: int) -> Tensor | None:
-            is_sorted = length == len(index) and bool((index.diff() == 1).all())
-            return None if is_sorted else index
-
-        return Exchange(
-            group,
-            rank,
-            tokens,
-            unless_sorted(order, len(order)),
-            unless_sorted(inverse, len(order)),
-            unless_sorted(padded, most * len(tokens)),
-        )
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def ranks(self) -> int:
-        return len(self.tokens)
+        return len(self.ranges)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(sum(stop - first for first, stop in ranges) for ranges in self.ranges)
 
     @property
     def local(self) -> int:
         """Rows of this rank."""
         return self.tokens[self.rank]
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, *tensors: Tensor) -> list[Tensor]:
         """Rows `[local, ...]` of every rank as `[S, ...]`, by position."""
-        most = max(self.tokens)
-        if self.local < most:
-            x = torch.cat([x, x.new_zeros(most - self.local, *x.shape[1:])])
-        out = x.new_empty(self.ranks * most, *x.shape[1:])
-        _all_gather(out, x.contiguous(), group=self.group)
-        return _picked(out, self.padded)
+        return self.from_ranks(*(x.contiguous().expand(self.ranks, *x.shape) for x in tensors))
 
-    def sum_to_ranks(self, x: Tensor) -> Tensor:
+    def sum_to_ranks(self, *tensors: Tensor) -> list[Tensor]:
         """Rows `[S, ...]` by position, summed over ranks in their order: this rank's `[local, ...]`."""
-        parts = self.to_ranks(x).unflatten(0, (self.ranks, self.local))
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
+        return [_sum(parts) for parts in self.to_ranks(*tensors)]
 
-    def to_ranks(self, x: Tensor) -> Tensor:
-        """Send rows `[S, ...]` by position to the ranks that hold them; `[ranks * local, ...]`, sender by sender."""
-        out = x.new_empty(self.ranks * self.local, *x.shape[1:])
-        splits = [self.local] * self.ranks
-        dist.all_to_all_single(out, _picked(x, self.by_rank).contiguous(), splits, list(self.tokens), group=self.group)
-        return out
+    def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
+        """Send rows `[S, ...]` by position to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
+        tensors = tuple(x.contiguous() for x in tensors)
+        received = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
+        self._exchange(
+            [[part for x in tensors for part in self._by_position(x, rank)] for rank in range(self.ranks)],
+            [[part for x in received for part in self._by_range(x[rank])] for rank in range(self.ranks)],
+        )
+        return received
 
-    def from_ranks(self, x: Tensor) -> Tensor:
-        """The reverse: send rows `[ranks * local, ...]`, receiver by receiver; `[S, ...]` by position."""
-        out = x.new_empty(sum(self.tokens), *x.shape[1:])
-        splits = [self.local] * self.ranks
-        dist.all_to_all_single(out, x, list(self.tokens), splits, group=self.group)
-        return _picked(out, self.by_position)
+    def from_ranks(self, *tensors: Tensor) -> list[Tensor]:
+        """The reverse: send rows `[ranks, local, ...]`, receiver by receiver; `[S, ...]` by position."""
+        received = [x.new_empty(sum(self.tokens), *x.shape[2:]) for x in tensors]
+        self._exchange(
+            [[part for x in tensors for part in self._by_range(x[rank])] for rank in range(self.ranks)],
+            [[part for x in received for part in self._by_position(x, rank)] for rank in range(self.ranks)],
+        )
+        return received
 
-    def heads_of_tokens(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _by_position(self, x: Tensor, rank: int) -> list[Tensor]:
+        """The rows of a rank, range by range, of rows `[S, ...]`."""
+        return [x[first:stop] for first, stop in self.ranges[rank]]
+
+    def _by_range(self, x: Tensor) -> Sequence[Tensor]:
+        """This rank's rows `[local, ...]`, range by range."""
+        return x.split([stop - first for first, stop in self.ranges[self.rank]])
+
+    def _exchange(self, to_send: list[list[Tensor]], to_receive: list[list[Tensor]]) -> None:
+        """Send contiguous tensors to each rank, and receive from each; this rank's are copied."""
+        operations = []
+        for rank, (sent, received) in enumerate(zip(to_send, to_receive, strict=True)):
+            if rank == self.rank:
+                for source, target in zip(sent, received, strict=True):
+                    target.copy_(source)
+            else:
+                operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x in sent]
+                operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x in received]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def heads_of_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
-        batch, ranks = tensors[0].shape[0], self.ranks
-        shapes = [(x.shape[1] // ranks, x.shape[3]) for x in tensors]
-        widths = [heads * dim for heads, dim in shapes]
-        send = tensors[0].new_empty(ranks, self.local, batch, sum(widths))
-        for x, part, shape in zip(tensors, send.split(widths, -1), shapes, strict=True):
-            part.unflatten(-1, shape).copy_(x.unflatten(1, (ranks, shape[0])).permute(1, 3, 0, 2, 4))
-        return _split(self.from_ranks(send.flatten(0, 1)), shapes)
+        by_rank = [x.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4).contiguous() for x in tensors]
+        return [_heads_of_rows(x) for x in self.from_ranks(*by_rank)]
 
-    def tokens_of_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def tokens_of_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The reverse: from all tokens of this rank's heads, `[B, H / ranks, S, D]`, to its tokens of all heads."""
-        parts = _split(self.to_ranks(_packed(tensors)), [(x.shape[1], x.shape[3]) for x in tensors])
-        # [B, H / ranks, ranks * local, D]
-        split = [part.unflatten(2, (self.ranks, self.local)).transpose(1, 2) for part in parts]
-        return tuple(x.flatten(1, 2) for x in split)
+        received = self.to_ranks(*map(_rows_of_heads, tensors))  # [ranks, local, B, H / ranks, D] each
+        return [x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received]
 
 
-def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
+def _sum(parts: Tensor) -> Tensor:
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """`[B, H, S, D]` each as one contiguous `[S, B, sum of H * D]`."""
-    batch, _, rows, _ = tensors[0].shape
-    widths = [x.shape[1] * x.shape[3] for x in tensors]
-    out = tensors[0].new_empty(rows, batch, sum(widths))
-    for x, part in zip(tensors, out.split(widths, -1), strict=True):
-        part.unflatten(-1, (x.shape[1], x.shape[3])).copy_(x.permute(2, 0, 1, 3))
-    return out
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """`[S, B, H, D]` of `[B, H, S, D]`."""
+    return x.permute(2, 0, 1, 3)
 
 
-def _split(x: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """The reverse, as views: heads and head dimension of each tensor."""
-    parts = x.split([heads * dim for heads, dim in shapes], -1)
-    return tuple(part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True))
+def _heads_of_rows(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
 
 
 class HeadsOfTokens(torch.autograd.Function):
@@ -145,7 +126,7 @@ class HeadsOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.heads_of_tokens(tensors)
+        return tuple(exchange.heads_of_tokens(tensors))
 
     @staticmethod
     @once_differentiable
@@ -159,7 +140,7 @@ class TokensOfHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.tokens_of_heads(tensors)
+        return tuple(exchange.tokens_of_heads(tensors))
 
     @staticmethod
     @once_differentiable
@@ -171,15 +152,14 @@ class GatherKeys(torch.autograd.Function):
     """Keys and values of all tokens, `[B, Hkv, S, D]` of `[B, Hkv, local, D]`; gradients are summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return _split(exchange.gather(_packed((k, v))), [(x.shape[1], x.shape[3]) for x in (k, v)])
+        return tuple(map(_heads_of_rows, exchange.gather(*map(_rows_of_heads, tensors))))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        summed = ctx.exchange.sum_to_ranks(_packed((dk, dv)))
-        return None, *_split(summed, [(x.shape[1], x.shape[3]) for x in (dk, dv)])
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *map(_heads_of_rows, ctx.exchange.sum_to_ranks(*map(_rows_of_heads, gradients)))
 
 
 class Join(torch.autograd.Function):
@@ -188,9 +168,11 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather(x.movedim(dim, 0)).movedim(0, dim)
+        (out,) = exchange.gather(x.movedim(dim, 0))
+        return out.movedim(0, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None
+        (summed,) = ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0))
+        return None, summed.movedim(0, ctx.dim), None

@@ -43,14 +43,9 @@ class Shards:
         self.mask, self.length, self.mesh = mask, length, mesh
         self.rank, self.device = dist.get_rank(mesh.get_group()), device_of(mesh)
         self.assignment, self.costs = assignment, costs
-        self.ranges = assignment.ranges[self.rank]
-        every = [
-            torch.cat([torch.arange(first, stop, device=self.device) for first, stop in ranges])
-            for ranges in assignment.ranges
-        ]
-        self.positions = every[self.rank]
-        self.tokens = tuple(len(each) for each in every)
-        self.exchange = Exchange.of(mesh.get_group(), self.rank, every)
+        self.exchange = Exchange(mesh.get_group(), self.rank, assignment.ranges)
+        self.ranges, self.tokens = assignment.ranges[self.rank], self.exchange.tokens
+        self.positions = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.ranges])
         # Whether all ranks were found to make the same first call of attention.
         self.agreed = self.ranks == 1
         self._ways: dict[Sizes, str] = {}
