@@ -215,6 +215,7 @@ def _searches(rows: list[Searched], case: str) -> Table:
 def train(
     cases: _Cases = _TRAINED,
     ways: Annotated[str, typer.Option(help="stof, sdpa and flex, separated by spaces.")] = "stof sdpa flex",
+    modes: Annotated[str, typer.Option(help="Of torch.compile, likewise.")] = "default reduce-overhead",
     device: Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps; medians are reported.")] = 10,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here, after each way.")] = None,
@@ -224,20 +225,21 @@ def train(
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks.models.training import WAYS, training_rows
+    from benchmarks.models.training import MODES, WAYS, training_rows
     from benchmarks.results_io import provenance, write_json
     from stof.testing.models import Case
     from stof.tuning.machine import device_name
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    table = Table("case", "way", "ms a step", "tokens a second", "peak GiB", "cosine", title=device_name(where))
+    table = Table("case", "way", "mode", "ms a step", "tokens a second", "peak GiB", "cosine", title=device_name(where))
     rows = []
     wanted = [Case.parse(text) for text in cases.split()]
-    for row in training_rows(wanted, names("--ways", ways, WAYS), where, rounds):
+    tried = names("--ways", ways, WAYS), names("--modes", modes, MODES)
+    for row in training_rows(wanted, *tried, where, rounds):
         rows.append(row)
         figures = ((row.ms, ".1f"), (row.tokens_per_s, ".0f"), (row.peak_gib, ".2f"), (row.cosine, ".4f"))
         texts = ["" if x is None else format(x, form) for x, form in figures]
-        table.add_row(row.case, row.way, row.problem or texts[0], *texts[1:])
+        table.add_row(row.case, row.way, row.mode, row.problem or texts[0], *texts[1:])
         if output is not None:
             write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     Console(width=150).print(table)

@@ -7,6 +7,7 @@ first step are compared with those of the eager model in float32 before anything
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from benchmarks.models.attention_peers import with_attention
 from stof.testing.models import Case, build, inputs_of, mask_of
 
 WAYS = ("stof", "sdpa", "flex")
+# Of torch.compile, for every way.
+MODES = ("default", "reduce-overhead")
 # The least cosine of all gradients together to those in float32.
 _COSINE = 0.98
 _WARMUP = 3
@@ -33,6 +36,7 @@ class TrainingRow:
     """One way to train one case.
 
     Attributes:
+        mode: of torch.compile.
         ms: median wall time of a step; None where the way failed or its gradients are wrong.
         tokens_per_s: of the batch.
         peak_gib: memory that PyTorch held at most during a step.
@@ -42,6 +46,7 @@ class TrainingRow:
 
     case: str
     way: str
+    mode: str
     ms: float | None = None
     tokens_per_s: float | None = None
     peak_gib: float | None = None
@@ -50,20 +55,20 @@ class TrainingRow:
 
 
 def training_rows(
-    cases: Sequence[Case], ways: Sequence[str], device: torch.device, rounds: int
+    cases: Sequence[Case], ways: Sequence[str], modes: Sequence[str], device: torch.device, rounds: int
 ) -> Iterator[TrainingRow]:
-    """Check and time every way of every case."""
+    """Check and time every way of every case in every mode."""
     for case in cases:
         with torch.device(device):
             model = without_dropout(build(case.model, case.seq)).train()
         inputs = inputs_of(case, device)
         exact = _exact_gradients(model, case, inputs, device)
-        for way in ways:
+        for way, mode in itertools.product(ways, modes):
             torch.compiler.reset()
             try:
-                yield _timed(model, case, way, inputs, exact, device, rounds)
+                yield _timed(model, case, way, mode, inputs, exact, device, rounds)
             except Exception as problem:  # a peer may refuse, or run out of memory: a row of the table
-                yield TrainingRow(str(case), way, problem=first_line(problem))
+                yield TrainingRow(str(case), way, mode, problem=first_line(problem))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -91,15 +96,17 @@ def _exact_gradients(model: nn.Module, case: Case, inputs: dict[str, Tensor], de
 
 
 def _timed(
-    model: nn.Module, case: Case, way: str, inputs: dict[str, Tensor], exact: Tensor, device: torch.device, rounds: int
-) -> TrainingRow:
+    model: nn.Module, case: Case, way: str, mode: str, inputs: dict[str, Tensor], exact: Tensor, device: torch.device,
+    rounds: int,
+) -> TrainingRow:  # fmt: skip
     arguments: dict[str, Any] = {}
     if way == "stof":
         changed = copy.deepcopy(model)
-        compiled: Any = stof.optimize(changed, mask=mask_of(case), dynamic=False)
+        graphs = mode == "reduce-overhead"
+        compiled: Any = stof.optimize(changed, mask=mask_of(case), dynamic=False, cuda_graphs=graphs)
     else:
         changed, arguments = with_attention(model, case, way, device)
-        compiled = torch.compile(changed, dynamic=False)
+        compiled = torch.compile(changed, mode=mode, dynamic=False)
     optimizer = torch.optim.AdamW(changed.parameters(), lr=1e-5, fused=device.type == "cuda")
 
     def forward_and_backward() -> None:
@@ -111,7 +118,7 @@ def _timed(
     forward_and_backward()
     cosine = float(F.cosine_similarity(_gradients(changed).double(), exact.double(), 0))
     if not cosine >= _COSINE:
-        return TrainingRow(str(case), way, cosine=cosine, problem=f"wrong: cosine {cosine:.4f} to float32")
+        return TrainingRow(str(case), way, mode, cosine=cosine, problem=f"wrong: cosine {cosine:.4f} to float32")
     times = []
     for step in range(_WARMUP + rounds):
         if step == _WARMUP and device.type == "cuda":
@@ -124,4 +131,4 @@ def _timed(
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times[_WARMUP:])
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    return TrainingRow(str(case), way, seconds * 1e3, case.batch * case.seq / seconds, peak, cosine)
+    return TrainingRow(str(case), way, mode, seconds * 1e3, case.batch * case.seq / seconds, peak, cosine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -28,14 +30,15 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows() -> None:
-    rows = list(training_rows(CASES, ("stof", "sdpa"), torch.device("cpu"), 1))
-    assert [(row.case, row.way) for row in rows] == [(str(case), way) for case in CASES for way in ("stof", "sdpa")]
+    ways, modes = ("stof", "sdpa"), ("default", "reduce-overhead")
+    rows = list(training_rows(CASES, ways, modes, torch.device("cpu"), 1))
+    assert [(row.case, row.way, row.mode) for row in rows] == list(product(map(str, CASES), ways, modes))
     assert all(row.ms and row.tokens_per_s and row.cosine and row.cosine > 0.99 and not row.problem for row in rows)
 
 
 def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.ones(sum(p.numel() for p in models.build("bert", 64).parameters() if p.requires_grad))
     monkeypatch.setattr(training, "_exact_gradients", lambda *about: exact)
-    (row,) = training_rows(CASES[:1], ("stof",), torch.device("cpu"), 1)
+    (row,) = training_rows(CASES[:1], ("stof",), ("default",), torch.device("cpu"), 1)
     assert row.ms is None
     assert "wrong" in row.problem

@@ -233,6 +233,7 @@ def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
         torch.testing.assert_close(stof.optimize(model, mask=window)(**inputs).logits, trained, atol=1e-4, rtol=1e-4)
 
 
-def test_options_of_inference_are_refused_in_training_mode() -> None:
-    with pytest.raises(ArgumentError, match="training mode"):
-        stof.optimize(training(models.llama(), torch.float32), deterministic=True)
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"cuda_graphs": "whole"}])
+def test_options_of_inference_are_refused_in_training_mode(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(options))}: options of fused inference.*training mode"):
+        stof.optimize(training(models.llama(), torch.float32), **options)

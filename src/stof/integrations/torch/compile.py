@@ -196,7 +196,7 @@ def optimize(
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`), except
             in training mode.
         dynamic: as in `torch.compile`.
-        options: of the backend, see `CompileOptions`; none in training mode.
+        options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 
     Returns:
         the compiled model. `unpack_weights(model)` undoes the packing; attention is set back by
@@ -204,7 +204,7 @@ def optimize(
 
     Raises:
         UnsupportedError: the model's attention cannot be served.
-        ArgumentError: an unknown option, any option in training mode, or a mask without `attention`.
+        ArgumentError: an unknown option, an option of inference in training mode, or a mask without `attention`.
         MaskError: something that is no mask. A refused model is as it was before.
 
     Examples:
@@ -219,10 +219,11 @@ def optimize(
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimize takes a torch.nn.Module, got {type(model).__name__}")
-    if model.training and options:
+    refused = [name for name in options if name != "cuda_graphs" or parsed.cuda_graphs == WHOLE]
+    if model.training and refused:
         raise ArgumentError(
-            f"{', '.join(options)}: options of fused inference, and the model is in training mode; call model.eval() "
-            "first, or leave them out"
+            f"{', '.join(refused)}: options of fused inference, and the model is in training mode; call model.eval() "
+            "first, or leave them out. Training takes cuda_graphs=True alone"
         )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
@@ -246,7 +247,8 @@ def optimize(
         _remove_masks(model)
     if model.training:
         _log.info("training mode: attention is stof's; Inductor compiles all else, forward and backward, unfused")
-        return cast(nn.Module, torch.compile(model, dynamic=dynamic))
+        mode = "reduce-overhead" if parsed.cuda_graphs else None  # Inductor's CUDA graphs
+        return cast(nn.Module, torch.compile(model, mode=mode, dynamic=dynamic))
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
