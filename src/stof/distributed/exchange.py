@@ -45,32 +45,31 @@ class Exchange:
         """Rows of this rank."""
         return self.tokens[self.rank]
 
-    def gather(self, *tensors: Tensor) -> list[Tensor]:
+    def gather(self, x: Tensor) -> Tensor:
         """Rows `[local, ...]` of every rank as `[S, ...]`, by position."""
-        return self.from_ranks(*(x.contiguous().expand(self.ranks, *x.shape) for x in tensors))
+        return self.from_ranks(x.contiguous().expand(self.ranks, *x.shape))
+
+    def from_ranks(self, x: Tensor) -> Tensor:
+        """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`, by position."""
+        out = x.new_empty(sum(self.tokens), *x.shape[2:])
+        everyone = range(self.ranks)
+        self._exchange([self._by_range(x[n]) for n in everyone], [self._by_position(out, n) for n in everyone])
+        return out
+
+    def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
+        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
+        tensors = tuple(x.contiguous() for x in tensors)
+        outs = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
+        everyone = range(self.ranks)
+        self._exchange(
+            [[part for x in tensors for part in self._by_position(x, n)] for n in everyone],
+            [[part for out in outs for part in self._by_range(out[n])] for n in everyone],
+        )
+        return outs
 
     def sum_to_ranks(self, *tensors: Tensor) -> list[Tensor]:
         """Rows `[S, ...]` by position, summed over ranks in their order: this rank's `[local, ...]`."""
         return [_sum(parts) for parts in self.to_ranks(*tensors)]
-
-    def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """Send rows `[S, ...]` by position to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
-        tensors = tuple(x.contiguous() for x in tensors)
-        received = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
-        self._exchange(
-            [[part for x in tensors for part in self._by_position(x, rank)] for rank in range(self.ranks)],
-            [[part for x in received for part in self._by_range(x[rank])] for rank in range(self.ranks)],
-        )
-        return received
-
-    def from_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """The reverse: send rows `[ranks, local, ...]`, receiver by receiver; `[S, ...]` by position."""
-        received = [x.new_empty(sum(self.tokens), *x.shape[2:]) for x in tensors]
-        self._exchange(
-            [[part for x in tensors for part in self._by_range(x[rank])] for rank in range(self.ranks)],
-            [[part for x in received for part in self._by_position(x, rank)] for rank in range(self.ranks)],
-        )
-        return received
 
     def _by_position(self, x: Tensor, rank: int) -> list[Tensor]:
         """The rows of a rank, range by range, of rows `[S, ...]`."""
@@ -80,8 +79,8 @@ class Exchange:
         """This rank's rows `[local, ...]`, range by range."""
         return x.split([stop - first for first, stop in self.ranges[self.rank]])
 
-    def _exchange(self, to_send: list[list[Tensor]], to_receive: list[list[Tensor]]) -> None:
-        """Send contiguous tensors to each rank, and receive from each; this rank's are copied."""
+    def _exchange(self, to_send: Sequence[Sequence[Tensor]], to_receive: Sequence[Sequence[Tensor]]) -> None:
+        """Send contiguous tensors to each rank, and receive from each; those of this rank are copied."""
         operations = []
         for rank, (sent, received) in enumerate(zip(to_send, to_receive, strict=True)):
             if rank == self.rank:
@@ -93,15 +92,20 @@ class Exchange:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    def heads_of_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
-        by_rank = [x.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4).contiguous() for x in tensors]
-        return [_heads_of_rows(x) for x in self.from_ranks(*by_rank)]
+    def gather_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """All tokens `[B, H, S, D]` of `[B, H, local, D]` each."""
+        rows = [_rows(x) for x in tensors]
+        return _unpacked(self.gather(_packed(rows)), rows)
 
-    def tokens_of_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def heads_of_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
+        by_rank = [x.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
+        return _unpacked(self.from_ranks(_packed(by_rank)), by_rank)
+
+    def tokens_of_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The reverse: from all tokens of this rank's heads, `[B, H / ranks, S, D]`, to its tokens of all heads."""
-        received = self.to_ranks(*map(_rows_of_heads, tensors))  # [ranks, local, B, H / ranks, D] each
-        return [x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received]
+        received = self.to_ranks(*map(_rows, tensors))  # [ranks, local, B, H / ranks, D] each
+        return tuple(x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received)
 
 
 def _sum(parts: Tensor) -> Tensor:
@@ -111,13 +115,25 @@ def _sum(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _rows_of_heads(x: Tensor) -> Tensor:
+def _rows(x: Tensor) -> Tensor:
     """`[S, B, H, D]` of `[B, H, S, D]`."""
     return x.permute(2, 0, 1, 3)
 
 
-def _heads_of_rows(x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3)
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`: fewer messages."""
+    widths = [x.shape[-2] * x.shape[-1] for x in tensors]
+    out = tensors[0].new_empty(*tensors[0].shape[:-2], sum(widths))
+    for x, part in zip(tensors, out.split(widths, -1), strict=True):
+        part.unflatten(-1, x.shape[-2:]).copy_(x)
+    return out
+
+
+def _unpacked(x: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The reverse, as views `[B, H, S, D]` of `[S, B, columns]`, with the heads and head dimensions of `like`."""
+    shapes = [each.shape[-2:] for each in like]
+    parts = x.split([heads * dim for heads, dim in shapes], -1)
+    return tuple(part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True))
 
 
 class HeadsOfTokens(torch.autograd.Function):
@@ -126,12 +142,12 @@ class HeadsOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(exchange.heads_of_tokens(tensors))
+        return exchange.heads_of_tokens(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.tokens_of_heads(gradients)
+        return None, *ctx.exchange.tokens_of_heads(*gradients)
 
 
 class TokensOfHeads(torch.autograd.Function):
@@ -140,12 +156,12 @@ class TokensOfHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(exchange.tokens_of_heads(tensors))
+        return exchange.tokens_of_heads(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.heads_of_tokens(gradients)
+        return None, *ctx.exchange.heads_of_tokens(*gradients)
 
 
 class GatherKeys(torch.autograd.Function):
@@ -154,12 +170,13 @@ class GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(map(_heads_of_rows, exchange.gather(*map(_rows_of_heads, tensors))))
+        return exchange.gather_tokens(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *map(_heads_of_rows, ctx.exchange.sum_to_ranks(*map(_rows_of_heads, gradients)))
+        summed = ctx.exchange.sum_to_ranks(*map(_rows, gradients))
+        return None, *(x.permute(1, 2, 0, 3) for x in summed)
 
 
 class Join(torch.autograd.Function):
@@ -168,8 +185,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
-        (out,) = exchange.gather(x.movedim(dim, 0))
-        return out.movedim(0, dim)
+        return exchange.gather(x.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
     @once_differentiable
