@@ -139,6 +139,8 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
     text = "but whether there are sinks is False on rank 0 and True"
     refuse(RankMismatchError, text, lambda: stof.distributed.attention(*three, fresh, sinks=sinks))
     stof.distributed.attention(*three, fresh)
+    text = "but scale is 1.0 on rank 0 and 2.0 on rank 1"
+    refuse(RankMismatchError, text, lambda: stof.distributed.attention(*three, fresh.with_mask(None), scale=scale))
 
 
 def check_bad_input(rank: int) -> None:

@@ -160,6 +160,18 @@ def check_contexts(rank: int) -> None:
     with pytest.raises(Exception, match="outside of compiled graphs"):
         torch.compile(attend, backend="eager", fullgraph=True)(*local, "keys")
 
+    # Each rank differentiates another result.
+    holder = shards.join(torch.full((len(shards.positions),), rank), 0)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    out, lse = stof.attention(*leaves, masks.causal(), return_lse=True)
+    expected = torch.autograd.grad(out[:, :, holder == 0].sum() + lse[:, :, holder == 1].sum(), leaves)
+    for way in ("heads", "keys"):
+        local = [shards.split(x, 2) for x in leaves]
+        results = stof.distributed.attention(*local, shards, way=way, return_lse=True)
+        for gradient, wanted in zip(torch.autograd.grad(results[rank].sum(), leaves), expected, strict=True):
+            dist.all_reduce(gradient)
+            torch.testing.assert_close(gradient, wanted, atol=1e-12, rtol=1e-11)
+
     for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16):
         x = (torch.arange(3 * LENGTH) % 2).view(3, LENGTH).to(dtype)
         assert torch.equal(shards.join(shards.split(x, -1), 1), x)

@@ -22,6 +22,7 @@ from tests.distributed.processes import run
 from tests.integrations import models
 
 LENGTH = 37
+LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
 # Causal language models with local and global layers, softcapped scores and sinks; and an encoder.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": models.llama,
@@ -147,7 +148,11 @@ def check_refusals(rank: int) -> None:
         # As a data loader that gives each rank a batch of its own, which `Trainer` has.
         refuse(RankMismatchError, "the hash of input_ids is", lambda: model(ids + rank))
         refuse(RankMismatchError, "the hash of labels is", lambda: model(ids, labels=ids + rank))
+        refuse(ArgumentError, "shift_labels of split sequences go with labels", lambda: model(ids, shift_labels=ids))
         assert model(ids).logits.shape[1] < LENGTH
+    for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | LONG_ROPE):
+        long = stof_hf.enable(models.llama(rope_parameters=rope | {"rope_theta": 1e4}))
+        refuse(UnsupportedError, f"of type '{rope['rope_type']}'", lambda model=long: stof_hf.parallelise(model, mesh))
     bert = make("bert")
     bert.encoder.layer[0].register_module("mix", None)
     forward = bert.encoder.layer[0].output.forward
@@ -156,10 +161,51 @@ def check_refusals(rank: int) -> None:
         refuse(UnsupportedError, "cannot run on split sequences: tokens of one", lambda: bert(ids))
 
 
+def check_labels(rank: int) -> None:
+    """Labels that are shifted already, and another label to ignore."""
+    ids = calls()["plain"]["input_ids"]
+    split, expected = make("llama"), make("llama")
+    labels = ids.masked_fill(ids % 3 == 0, 7)
+    for options in ({"shift_labels": labels.flip(1)}, {"ignore_index": 7}):
+        loss = expected(ids, labels=labels, **options).loss
+        with stof_hf.parallelise(split, init_device_mesh("cpu", (dist.get_world_size(),))):
+            torch.testing.assert_close(split(ids, labels=labels, **options).loss, loss)
+
+
+def check_compiled(rank: int) -> None:
+    """Compiled code computes the same, in several graphs."""
+    inputs = calls()["packed"]
+    split, expected = make("gemma2"), make("gemma2")
+    loss = expected(**inputs).loss
+    loss.backward()
+    with stof_hf.parallelise(split, init_device_mesh("cpu", (dist.get_world_size(),))) as parallel:
+        compiled = torch.compile(split, backend="eager")(**inputs).loss
+        compiled.backward()
+        parallel.reduce_gradients()
+    torch.compiler.reset()
+    torch.testing.assert_close(compiled, loss)
+    for (name, x), y in zip(split.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-5, msg=name)
+
+
+def check_gradients_of_some_ranks(rank: int) -> None:
+    model = make("llama")
+    first, second, *others = model.parameters()
+    (first, second)[rank].grad = torch.full_like((first, second)[rank], 2.0 + rank)
+    with stof_hf.parallelise(model, init_device_mesh("cpu", (2,))) as parallel:
+        parallel.reduce_gradients()
+    assert (first.grad == 2).all()
+    assert (second.grad == 3).all()
+    assert all(parameter.grad is None for parameter in others)
+
+
 def check_all(rank: int) -> None:
     for name in ("llama", "gemma2", "bert"):
         check_model(rank, name)
     check_sparse(rank)
+    check_labels(rank)
+    check_compiled(rank)
+    check_gradients_of_some_ranks(rank)
     check_refusals(rank)
 
 

@@ -70,8 +70,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys of all ranks under the mask of `shards`; differentiable.
 
-    Every rank of the mesh calls it with its tokens. With one rank it is `stof.attention`. Two equal calls give equal
-    bits, in the backward pass too. Under `torch.compile` the graph breaks here.
+    Every rank of the mesh calls it with its tokens, and differentiates the same calls in the same order: backward
+    passes exchange too. With one rank it is `stof.attention`. Two equal calls give equal bits, in the backward pass
+    too. Under `torch.compile` the graph breaks here.
 
     Args:
         q: queries of this rank's tokens, `[B, H, S_local, D]`; float16, bfloat16, float32 or float64.
@@ -210,11 +211,12 @@ def _by_heads(
     if sinks is not None:
         sinks = sinks.tensor_split(shards.ranks)[shards.rank]
     out, lse = local_attention(q, k, v, plan, sinks=sinks, **options, return_lse=True)
-    (out,) = TokensOfHeads.apply(shards.exchange, out)
-    if needs_lse:
-        (column,) = TokensOfHeads.apply(shards.exchange, lse[..., None])
-        lse = column[..., 0]
-    return out, lse
+    if not needs_lse:
+        (out,) = TokensOfHeads.apply(shards.exchange, out)
+        return out, lse
+    # By one function, so that all ranks exchange both gradients even if one of them differentiates one result.
+    out, column = TokensOfHeads.apply(shards.exchange, out, lse[..., None])
+    return out, column[..., 0]
 
 
 def _by_keys(

@@ -1,8 +1,8 @@
 """Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
 
-Tensors are moved as rows `[S, ...]`, where a range of tokens is one piece of memory: nothing is copied to be sent or
-received. Sums over ranks are local, in the order of ranks: two equal calls give equal bits, and 16-bit gradients are
-summed in 32 bits.
+Tensors are moved as rows `[S, ...]`, where a range of tokens is one piece of memory: it is sent and received in place,
+without a buffer in another order. Gradients are summed over ranks locally, in the order of ranks and in at least 32
+bits: two equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Exchange:
         return self.tokens[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rows `[local, ...]` of every rank as `[S, ...]`, by position."""
-        return self.from_ranks(x.contiguous().expand(self.ranks, *x.shape))
+        """All-gather: rows `[local, ...]` of every rank as `[S, ...]`, by position."""
+        return self.from_ranks(x.contiguous().expand(self.ranks, *x.shape))  # the same rows to each rank
 
     def from_ranks(self, x: Tensor) -> Tensor:
         """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`, by position."""
         out = x.new_empty(sum(self.tokens), *x.shape[2:])
         everyone = range(self.ranks)
-        self._exchange([self._by_range(x[n]) for n in everyone], [self._by_position(out, n) for n in everyone])
+        self._exchange([self._local_parts(x[n]) for n in everyone], [self._global_parts(out, n) for n in everyone])
         return out
 
     def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
@@ -62,21 +62,21 @@ class Exchange:
         outs = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
         everyone = range(self.ranks)
         self._exchange(
-            [[part for x in tensors for part in self._by_position(x, n)] for n in everyone],
-            [[part for out in outs for part in self._by_range(out[n])] for n in everyone],
+            [[part for x in tensors for part in self._global_parts(x, n)] for n in everyone],
+            [[part for out in outs for part in self._local_parts(out[n])] for n in everyone],
         )
         return outs
 
     def sum_to_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """Rows `[S, ...]` by position, summed over ranks in their order: this rank's `[local, ...]`."""
+        """Reduce-scatter: rows `[S, ...]` by position, summed over ranks; this rank's `[local, ...]`."""
         return [_sum(parts) for parts in self.to_ranks(*tensors)]
 
-    def _by_position(self, x: Tensor, rank: int) -> list[Tensor]:
-        """The rows of a rank, range by range, of rows `[S, ...]`."""
+    def _global_parts(self, x: Tensor, rank: int) -> list[Tensor]:
+        """The ranges of a rank in rows `[S, ...]`."""
         return [x[first:stop] for first, stop in self.ranges[rank]]
 
-    def _by_range(self, x: Tensor) -> Sequence[Tensor]:
-        """This rank's rows `[local, ...]`, range by range."""
+    def _local_parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The ranges of this rank in its rows `[local, ...]`."""
         return x.split([stop - first for first, stop in self.ranges[self.rank]])
 
     def _exchange(self, to_send: Sequence[Sequence[Tensor]], to_receive: Sequence[Sequence[Tensor]]) -> None:

@@ -109,10 +109,7 @@ class Shards:
         tiles = tiles_by_row_block(survey, geometry)
         assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
         costs = Costs.of(survey, geometry, assignment, self.length)
-        shards = Shards(frozen, self.length, self.mesh, assignment, costs)
-        # Masks that depend on sizes are compared at their first call, which has these.
-        shards.agreed = self.agreed and not frozen.depends_on_sizes
-        return shards
+        return Shards(frozen, self.length, self.mesh, assignment, costs)
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
         """Tokens and tile cost of each rank, and why; with this rank's q, k and v also which way a call takes and why.

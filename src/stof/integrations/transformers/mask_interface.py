@@ -106,6 +106,7 @@ _window_outside_graphs = torch.compiler.disable(
 )
 
 
+@torch.compiler.disable(reason="masks of split sequences are read outside of compiled graphs")
 def _of_split_sequence(given: ModelMask, mask_function: Callable[..., Any]) -> ModelMask:
     """The mask of all tokens, for this rank's."""
     length = given.split.shards.length

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from stof.distributed import Shards, attention, shard
 from stof.distributed.agreement import agree, digest
-from stof.distributed.shards import check_mesh
+from stof.distributed.shards import check_mesh, device_of
 from stof.errors import ArgumentError, ShapeError, StofError, UnsupportedError
 from stof.handles import FULL, intersection
 from stof.integrations.transformers.mask_interface import padding_of
@@ -24,7 +24,6 @@ from stof.integrations.transformers.packing_check import check, describe
 from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import Mask, causal, documents
-from stof.runtime.private import is_traced
 
 # Splits that are kept, by mask and length: counting tiles takes time, and batches of one length have one mask.
 _MOST_SPLITS = 8
@@ -37,6 +36,7 @@ class SplitSequence:
         self.shards = shards
         self._by_mask = {shards.mask.key: shards}
 
+    @torch.compiler.disable(reason="stof.distributed exchanges tensors between ranks outside of compiled graphs")
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
         """`stof.distributed.attention` under a mask of all tokens."""
         if mask.may_change:  # shards have the values of one moment
@@ -62,8 +62,8 @@ class Parallelised:
         self._has_labels = False
         # Before the hooks of `enable`, which look at whole sequences.
         self._hooks = [
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after),
+            model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(torch.compiler.disable(self._after)),
         ]
 
     def join(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -75,13 +75,19 @@ class Parallelised:
     def reduce_gradients(self) -> None:
         """Sum the gradients of all parameters over the mesh, after the backward pass and before the optimizer's step.
 
-        Each rank's are its share. All ranks call it.
+        Each rank's are its share, None for 0: of an expert that none of its tokens chose. All ranks call it.
         """
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                dist.all_reduce(local, group=self.mesh.get_group())
+        parameters, group = list(self.model.parameters()), self.mesh.get_group()
+        has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        has_gradient = has_gradient.to(device_of(self.mesh))
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
+        for parameter, of_some_rank in zip(parameters, has_gradient.tolist(), strict=True):
+            if not of_some_rank:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
     def remove(self) -> None:
         """Have the model take whole sequences again."""
@@ -187,9 +193,10 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
 
     Raises:
         ArgumentError: no model with stof's attention, or no mesh of one dimension with this rank.
-        UnsupportedError: a model that takes no `position_ids`, that counts positions otherwise than from 0, or with an
-            encoder and a decoder; and in a call: a model whose layers mix tokens outside attention, a cache, masks for
-            every score, labels of other tasks, and masks that transformers builds of functions stof does not know.
+        UnsupportedError: a model that takes no `position_ids`, that counts positions otherwise than from 0, whose
+            rotary embeddings depend on the length, or with an encoder and a decoder; and in a call: a model whose
+            layers mix tokens outside attention, a cache, masks for every score, labels of other tasks, and masks that
+            transformers builds of functions stof does not know.
         RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers.
 
     Examples:
@@ -218,7 +225,21 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
         why = f"takes no {', '.join(missing)}" if missing else "has an encoder and a decoder"
         raise UnsupportedError(f"{type(model).__name__} {why}, so its tokens cannot be split by position", {})
     _check_positions(model)
+    _check_rotary(model)
     return Parallelised(model, mesh)
+
+
+def _check_rotary(model: nn.Module) -> None:
+    """Refuse rotary embeddings whose frequencies depend on the largest position: each rank has another one."""
+    for name, module in model.named_modules():
+        types = getattr(module, "rope_type", None)
+        for of_layers in types.values() if isinstance(types, dict) else [types]:
+            if isinstance(of_layers, str) and ("dynamic" in of_layers or of_layers == "longrope"):
+                raise UnsupportedError(
+                    f"{name} has rotary embeddings of type {of_layers!r}, whose frequencies depend on the length of "
+                    "the sequence; a rank knows its own positions alone",
+                    {},
+                )
 
 
 @torch.no_grad()
@@ -244,8 +265,6 @@ def _check_positions(model: nn.Module) -> None:
 def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     """The tokens of a call, `[B, S]` or `[B, S, hidden]`."""
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    if is_traced(tokens):
-        raise UnsupportedError("a model on split sequences is not compiled as a whole; compile its layers", {})
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         raise UnsupportedError(f"{type(module).__name__} no longer runs stof's attention; call enable(model)", {})
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
@@ -258,7 +277,10 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     if padding is not None and (not isinstance(padding, Tensor) or tuple(padding.shape) != tuple(tokens.shape[:2])):
         shape = list(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
         raise ShapeError(f"attention_mask is {list(tokens.shape[:2])}, one value per token, got {shape}")
-    if given.get("labels") is not None:
+    if given.get("labels") is None:
+        if given.get("shift_labels") is not None:
+            raise ArgumentError("shift_labels of split sequences go with labels; give both")
+    else:
         accepts = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values())
         if getattr(module, "loss_type", None) != "ForCausalLM" or not accepts:
             raise UnsupportedError(
@@ -313,10 +335,11 @@ def _check_tokens_apart(module: nn.Module, given: dict[str, Any], rows: int, len
 
 def _shift_labels(given: dict[str, Any]) -> None:
     """Labels of the next tokens, which other ranks may hold, and how many there are on all ranks."""
-    labels = nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
-    given["shift_labels"] = labels
+    ignored = given.get("ignore_index", -100)
+    if given.get("shift_labels") is None:
+        given["shift_labels"] = nn.functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:].contiguous()
     if given.get("num_items_in_batch") is None:
-        given["num_items_in_batch"] = (labels != -100).sum()
+        given["num_items_in_batch"] = (given["shift_labels"] != ignored).sum()
 
 
 def _local(name: str, value: Any, shards: Shards, rows: int) -> Any:
