@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import stof
 from stof import masks
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels.dropout import Dropout, dense_kept_weights, draw_seed
 from tests.integrations import models
 
@@ -231,6 +233,71 @@ def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
         trained = model.eval()(**inputs).logits
         torch.testing.assert_close(stof.optimize(model, mask=window)(**inputs).logits, trained, atol=1e-4, rtol=1e-4)
+
+
+def test_checkpointed_layers_repeat_calls_under_the_masks_of_the_calls() -> None:
+    """Gradients do not change with the sparse masks that layers have when the backward pass repeats their calls."""
+    ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
+    model = hf.enable(training(models.llama()))
+    model.config.use_cache = False
+
+    def gradients_of(losses: Callable[[], Tensor]) -> dict[str, Tensor]:
+        model.zero_grad()
+        losses().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    def dense() -> Tensor:
+        return model(ids).logits.sin().sum()
+
+    def sparse() -> Tensor:
+        with hf.sparsify(model, window):
+            return dense()
+
+    def both() -> Tensor:
+        return dense() + 3 * sparse()
+
+    expected = [gradients_of(losses) for losses in (dense, sparse, both)]
+    models.checkpoint_activations(model)
+    for losses, wanted in zip((dense, sparse, both), expected, strict=True):
+        assert_equal(gradients_of(losses), wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_models_are_refused_under_another_sparse_mask(use_reentrant: bool) -> None:
+    ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
+
+    def run(embeds: Tensor) -> Tensor:
+        return model(inputs_embeds=embeds, use_cache=False).logits.sin().sum()
+
+    def loss() -> Tensor:
+        return checkpoint(run, model.get_input_embeddings()(ids), use_reentrant=use_reentrant)
+
+    def gradient(loss: Tensor) -> Tensor:
+        model.zero_grad()
+        loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    start, expected = hf.enable(training(models.llama())), {}
+    for mask in (window, None, masks.sliding_window(5)):
+        model = copy.deepcopy(start)
+        with hf.sparsify(model, mask):
+            expected[mask] = gradient(run(model.get_input_embeddings()(ids)))
+    model = copy.deepcopy(start)
+    for mask, wanted in expected.items():  # changed between steps, with an evaluation in between
+        with hf.sparsify(model, mask):
+            torch.testing.assert_close(gradient(loss()), wanted)
+        with torch.no_grad():
+            run(model.eval().get_input_embeddings()(ids))
+        model.train()
+    with hf.sparsify(model, window):
+        late = loss()
+    with pytest.raises(UnsupportedError, match="inside of the `with` block"):
+        late.backward()
+    dense = loss()
+    with hf.sparsify(model, window), pytest.raises(UnsupportedError, match="once for each mask"):
+        (dense + loss()).backward()
+    with hf.sparsify(model, window):
+        torch.testing.assert_close(gradient(loss()), expected[window])
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"cuda_graphs": "whole"}])

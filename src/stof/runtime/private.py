@@ -50,6 +50,7 @@ __all__ = [
     "has_hooks",
     "has_values",
     "hooks_are_set",
+    "in_backward_pass",
     "inductor",
     "init_triton_cache",
     "is_dual_level",
@@ -198,6 +199,14 @@ def has_values(tensor: Tensor) -> bool:
     `FakeTensor`, `FunctionalTensor`: without them, calls that are traced would make plans that the trace outlives.
     """
     return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass in this thread; `torch.utils.checkpoint` asks so as well.
+
+    No public function says so. Without it, repeated calls of activation checkpointing look like first ones.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_exporting() -> bool:

@@ -66,7 +66,7 @@ def attention_forward(
     refuse_unread(module, kwargs)
     if attention_mask is None:
         check_window(kwargs.get("sliding_window"), key.shape[2])
-    sparse = mask_of_call(module)
+    sparse = mask_of_call(module, attention_mask)
     if sparse is not None:
         sparse = mask_of_rank(module, sparse, query.shape[1])
     s_aux = local_sinks(s_aux, query)

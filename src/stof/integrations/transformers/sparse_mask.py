@@ -6,13 +6,16 @@ import functools
 import threading
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from stof.errors import ArgumentError, UnsupportedError
+from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.self_attention import attends_to_another_sequence, key_argument
 from stof.masks import Mask
+from stof.runtime.private import in_backward_pass
 
 NAME = "stof"
 
@@ -94,14 +97,68 @@ def owner_of(layer: nn.Module) -> object:
     return None if use is None else use.owner
 
 
-def mask_of_call(layer: nn.Module) -> Mask | None:
-    """The sparse mask for the current call of a layer, whose attention function asks for it."""
-    mask = sparse_mask_of(layer)
-    if mask is None or (not torch.compiler.is_dynamo_compiling() and IGNORED.get()):
+class _Calls:
+    """The calls of a layer that a backward pass may repeat: activation checkpointing.
+
+    Attributes:
+        masks: their sparse masks, since the latest call that was repeated.
+        repeated: whether a backward pass has repeated one.
+    """
+
+    __slots__ = ("masks", "repeated")
+
+    def __init__(self) -> None:
+        self.masks: set[Mask | None] = set()
+        self.repeated = False
+
+
+_calls: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
+
+
+def mask_of_call(layer: nn.Module, model_mask: object) -> Mask | None:
+    """The sparse mask for the current call of a layer, whose attention function asks for it.
+
+    Args:
+        layer: the attention layer.
+        model_mask: the attention mask that it was called with.
+
+    Raises:
+        UnsupportedError: a backward pass repeats a call that may have had another sparse mask.
+    """
+    mask, compiling = sparse_mask_of(layer), torch.compiler.is_dynamo_compiling()
+    if not compiling and IGNORED.get():
         return None
-    use: _Use = getattr(layer, _USE)
-    use.mark()
-    return None if use.cross else mask
+    if mask is not None:
+        use: _Use = getattr(layer, _USE)
+        use.mark()
+        if use.cross:
+            return None
+    return mask if compiling else _of_repeated_call(layer, mask, model_mask)
+
+
+def _of_repeated_call(layer: nn.Module, mask: Mask | None, model_mask: object) -> Mask | None:
+    """The sparse mask of the call that a backward pass repeats; `mask`, the present one, outside of a backward pass."""
+    calls = _calls.setdefault(layer, _Calls())
+    # Layers get the same object in the repeated call, unless the repeated code makes it.
+    shared = model_mask.sparse.setdefault(layer, set()) if isinstance(model_mask, ModelMask) else set()
+    if in_backward_pass():
+        calls.repeated = True
+        if len(shared) == 1:
+            return next(iter(shared))
+        if calls.masks - {mask}:
+            _calls.clear()  # the other layers will not be repeated
+            raise UnsupportedError(
+                f"activation checkpointing repeats a call of {type(layer).__name__} in the backward pass, and its "
+                "sparse mask is not known, because it was changed meanwhile: call backward() inside of the `with` "
+                "block of sparsify, once for each mask, and evaluate under torch.no_grad()",
+                {},
+            )
+    elif layer.training or torch.is_grad_enabled():
+        if calls.repeated:
+            calls.masks, calls.repeated = set(), False
+        calls.masks.add(mask)
+        shared.add(mask)
+    return mask
 
 
 def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
