@@ -50,6 +50,22 @@ def test_a_model_whose_chunks_count_padding_is_given_a_tensor() -> None:
         torch.testing.assert_close(hf.enable(model)(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_decoder_that_masks_its_padding_unasked() -> None:
+    """T5Gemma's decoder drops padding tokens where it is given no mask."""
+    part = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 64, "vocab_size": 100, "pad_token_id": 0, "dropout_rate": 0.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.T5GemmaConfig(encoder=part, decoder=dict(part), vocab_size=100)
+    model = transformers.T5GemmaForConditionalGeneration(config).train()
+    ids = torch.randint(3, 100, (2, 20))
+    labels = ids.clone()
+    labels[:, 3:9] = -100  # padding, as inputs of the decoder
+    expected = model(ids, labels=labels).logits
+    torch.testing.assert_close(hf.enable(model)(ids, labels=labels).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_model_that_is_refused_is_as_before() -> None:
     """Also its parts that could have been served."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}

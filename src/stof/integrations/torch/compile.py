@@ -288,6 +288,7 @@ def refuse_training(gm: fx.GraphModule) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
             raise UnsupportedError(
                 "backend 'stof' compiles inference only, and this call records gradients; call the model under "
-                "torch.inference_mode() or torch.no_grad(), or train with backend='inductor'",
+                "torch.inference_mode() or torch.no_grad(), or train: with backend='inductor', or after "
+                "stof.optimize(model.train())",
                 {},
             )

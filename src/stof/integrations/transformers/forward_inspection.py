@@ -35,11 +35,28 @@ def hands_mask_on(model: type) -> bool:
     others = {node.id for node in names if node.id.startswith("create_") and not _makes_masks(node.id)}
     if others - {"create_bidirectional_mask"}:  # which makes the mask of the encoder's states
         return False
+    if _replaces_none(tree):
+        return False
     copies = _other_names(tree)
     reads = [node for node in names if node.id == _NAME or node.id in copies]
     allowed = _handed_on(tree)
     return any(_makes_masks(node.id) for node in names) and all(
         isinstance(node.ctx, ast.Store) or node in allowed for node in reads
+    )
+
+
+def _replaces_none(tree: ast.AST) -> bool:
+    """Whether another mask takes the place of none, such as that of the padding among the tokens (T5Gemma)."""
+    absent = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and f"{_NAME} is None" in map(ast.unparse, ast.walk(node.test))
+    ]
+    return any(
+        isinstance(node, ast.Name) and node.id == _NAME and isinstance(node.ctx, ast.Store)
+        for branch in absent
+        for statement in branch.body
+        for node in ast.walk(statement)
     )
 
 

@@ -75,8 +75,8 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
 
     The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions count from the
     start of the row, cached tokens, padding on the left and earlier sequences of a packed row included; random blocks
-    are drawn among as many keys as a cache holds. The mask lives on the layers until it is replaced or
-    removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned.
+    are drawn among as many keys as a cache holds. The mask lives on the layers, for all threads, until it is replaced
+    or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned.
 
     A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
     `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
