@@ -198,6 +198,15 @@ def check_gradients_of_some_ranks(rank: int) -> None:
     assert (second.grad == 3).all()
     assert all(parameter.grad is None for parameter in others)
 
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, ids = init_device_mesh("cpu", (2,)), calls()["plain"]["input_ids"]
+    fully_shard(model, mesh=mesh)
+    with stof_hf.parallelise(model, mesh) as parallel:
+        model(ids, labels=ids).loss.backward()
+        with pytest.raises(ArgumentError, match="give fully_shard another dimension"):
+            parallel.reduce_gradients()
+
 
 def check_all(rank: int) -> None:
     for name in ("llama", "gemma2", "bert"):

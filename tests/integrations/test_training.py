@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -262,14 +263,15 @@ def test_checkpointed_layers_repeat_calls_under_the_masks_of_the_calls() -> None
         assert_equal(gradients_of(losses), wanted)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_models_are_refused_under_another_sparse_mask(use_reentrant: bool) -> None:
+def test_checkpointed_models_repeat_calls_under_the_masks_of_the_calls_or_are_refused() -> None:
+    """The model makes a new mask object in the repeated call."""
     ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
+    model = hf.enable(training(models.llama()))
 
     def run(embeds: Tensor) -> Tensor:
         return model(inputs_embeds=embeds, use_cache=False).logits.sin().sum()
 
-    def loss() -> Tensor:
+    def loss(use_reentrant: bool = False) -> Tensor:
         return checkpoint(run, model.get_input_embeddings()(ids), use_reentrant=use_reentrant)
 
     def gradient(loss: Tensor) -> Tensor:
@@ -277,27 +279,42 @@ def test_checkpointed_models_are_refused_under_another_sparse_mask(use_reentrant
         loss.backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
 
-    start, expected = hf.enable(training(models.llama())), {}
-    for mask in (window, None, masks.sliding_window(5)):
-        model = copy.deepcopy(start)
+    gradient(loss(use_reentrant=True))  # no layer had a sparse mask
+    for mask in (window, None, masks.sliding_window(5)):  # changed between steps, with an evaluation in between
         with hf.sparsify(model, mask):
-            expected[mask] = gradient(run(model.get_input_embeddings()(ids)))
-    model = copy.deepcopy(start)
-    for mask, wanted in expected.items():  # changed between steps, with an evaluation in between
-        with hf.sparsify(model, mask):
-            torch.testing.assert_close(gradient(loss()), wanted)
+            expected = gradient(run(model.get_input_embeddings()(ids)))
+            torch.testing.assert_close(gradient(loss()), expected)
+            late = loss()
         with torch.no_grad():
             run(model.eval().get_input_embeddings()(ids))
         model.train()
-    with hf.sparsify(model, window):
-        late = loss()
-    with pytest.raises(UnsupportedError, match="inside of the `with` block"):
-        late.backward()
+        torch.testing.assert_close(gradient(late), expected)
+        del late
     dense = loss()
-    with hf.sparsify(model, window), pytest.raises(UnsupportedError, match="once for each mask"):
-        (dense + loss()).backward()
     with hf.sparsify(model, window):
-        torch.testing.assert_close(gradient(loss()), expected[window])
+        both = dense + loss()
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="once for each mask"):
+                both.backward()
+        del both, dense
+        gradient(loss())
+        with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+            gradient(loss(use_reentrant=True))
+
+
+def test_remembered_calls_are_forgotten() -> None:
+    model = hf.enable(training(models.llama()))
+    ids = torch.randint(1, models.VOCABULARY, (1, 20))
+    kept = []
+    for _ in range(4):
+        mask = masks.from_dense(torch.ones(20, 20, dtype=torch.bool))
+        kept.append(weakref.ref(mask))
+        with hf.sparsify(model, mask):
+            model(ids).logits.sum().backward()
+    del mask
+    stof.plan_cache.clear()
+    gc.collect()
+    assert not any(reference() for reference in kept)
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"cuda_graphs": "whole"}])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stof.attention import attention as local_attention
 from stof.distributed.agreement import agree
-from stof.distributed.exchange import GatherKeys, HeadsOfTokens, TokensOfHeads
+from stof.distributed.exchange import GatherKeys, HeadsToTokens, TokensToHeads
 from stof.distributed.shards import Shards
 from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
 from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StofError, UnsupportedError, shown
@@ -207,15 +207,15 @@ def _by_heads(
     if repeats > 1:
         # By expansion, whose gradient is a sum in a fixed order; that of `repeat_interleave` is not on a GPU.
         k, v = (x[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2) for x in (k, v))
-    q, k, v = HeadsOfTokens.apply(shards.exchange, q, k, v)
+    q, k, v = TokensToHeads.apply(shards.exchange, q, k, v)
     if sinks is not None:
         sinks = sinks.tensor_split(shards.ranks)[shards.rank]
     out, lse = local_attention(q, k, v, plan, sinks=sinks, **options, return_lse=True)
     if not needs_lse:
-        (out,) = TokensOfHeads.apply(shards.exchange, out)
+        (out,) = HeadsToTokens.apply(shards.exchange, out)
         return out, lse
     # By one function, so that all ranks exchange both gradients even if one of them differentiates one result.
-    out, column = TokensOfHeads.apply(shards.exchange, out, lse[..., None])
+    out, column = HeadsToTokens.apply(shards.exchange, out, lse[..., None])
     return out, column[..., 0]
 
 

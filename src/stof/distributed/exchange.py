@@ -1,8 +1,7 @@
 """Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
 
-Tensors are moved as rows `[S, ...]`, where a range of tokens is one piece of memory: it is sent and received in place,
-without a buffer in another order. Gradients are summed over ranks locally, in the order of ranks and in at least 32
-bits: two equal calls give equal bits.
+Tensors are moved as rows `[S, ...]`, in which a range of tokens is contiguous: it is sent and received in place.
+Gradients are summed over ranks locally, in the order of ranks and in at least 32 bits: two equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Who holds which rows.
+    """The rows of each rank, and exchanges of them.
 
     Attributes:
         group: the ranks.
         rank: this one, in the group.
-        ranges: first row and end of each range that a rank holds, in ascending order; of each rank.
+        ranges: for each rank its ranges of rows, `(first, end)` in ascending order.
     """
 
     group: dist.ProcessGroup
@@ -52,18 +51,22 @@ class Exchange:
     def from_ranks(self, x: Tensor) -> Tensor:
         """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`, by position."""
         out = x.new_empty(sum(self.tokens), *x.shape[2:])
-        everyone = range(self.ranks)
-        self._exchange([self._local_parts(x[n]) for n in everyone], [self._global_parts(out, n) for n in everyone])
+        self._exchange(
+            [self._local_parts(x[rank]) for rank in range(self.ranks)],
+            [self._global_parts(out, rank) for rank in range(self.ranks)],
+        )
         return out
 
     def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
+        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender.
+
+        A message for each tensor: outputs and gradients of attention come as contiguous rows, and packing copies them.
+        """
         tensors = tuple(x.contiguous() for x in tensors)
         outs = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
-        everyone = range(self.ranks)
         self._exchange(
-            [[part for x in tensors for part in self._global_parts(x, n)] for n in everyone],
-            [[part for out in outs for part in self._local_parts(out[n])] for n in everyone],
+            [[part for x in tensors for part in self._global_parts(x, rank)] for rank in range(self.ranks)],
+            [[part for out in outs for part in self._local_parts(out[rank])] for rank in range(self.ranks)],
         )
         return outs
 
@@ -97,12 +100,12 @@ class Exchange:
         rows = [_rows(x) for x in tensors]
         return _unpacked(self.gather(_packed(rows)), rows)
 
-    def heads_of_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def tokens_to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
         by_rank = [x.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
         return _unpacked(self.from_ranks(_packed(by_rank)), by_rank)
 
-    def tokens_of_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def heads_to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The reverse: from all tokens of this rank's heads, `[B, H / ranks, S, D]`, to its tokens of all heads."""
         received = self.to_ranks(*map(_rows, tensors))  # [ranks, local, B, H / ranks, D] each
         return tuple(x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received)
@@ -121,7 +124,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`: fewer messages."""
+    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`, for one message; heads are copied anyway."""
     widths = [x.shape[-2] * x.shape[-1] for x in tensors]
     out = tensors[0].new_empty(*tensors[0].shape[:-2], sum(widths))
     for x, part in zip(tensors, out.split(widths, -1), strict=True):
@@ -136,32 +139,32 @@ def _unpacked(x: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True))
 
 
-class HeadsOfTokens(torch.autograd.Function):
+class TokensToHeads(torch.autograd.Function):
     """All tokens of this rank's heads, `[B, H / ranks, S, D]` of each `[B, H, local, D]`."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.heads_of_tokens(*tensors)
+        return exchange.tokens_to_heads(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.tokens_of_heads(*gradients)
+        return None, *ctx.exchange.heads_to_tokens(*gradients)
 
 
-class TokensOfHeads(torch.autograd.Function):
+class HeadsToTokens(torch.autograd.Function):
     """This rank's tokens of all heads, `[B, H, local, D]` of each `[B, H / ranks, S, D]`."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.tokens_of_heads(*tensors)
+        return exchange.heads_to_tokens(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.heads_of_tokens(*gradients)
+        return None, *ctx.exchange.tokens_to_heads(*gradients)
 
 
 class GatherKeys(torch.autograd.Function):

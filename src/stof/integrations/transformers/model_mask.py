@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
@@ -40,7 +40,7 @@ class ModelMask:
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
             that of all tokens, `shape` that of this rank's. Else None.
-        sparse: the sparse masks of the layers that were called with it, for calls that a backward pass repeats.
+        calls: of layers, with it (`sparse_mask.remember_call`).
     """
 
     ndim = 4
@@ -69,7 +69,7 @@ class ModelMask:
         self.first_position = first_position
         self.exact_nan = exact_nan
         self.split = split
-        self.sparse: dict[nn.Module, set[Mask | None]] = {}
+        self.calls: set[Any] = set()
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     @property

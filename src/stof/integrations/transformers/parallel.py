@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -76,8 +77,12 @@ class Parallelised:
         """Sum the gradients of all parameters over the mesh, after the backward pass and before the optimizer's step.
 
         Each rank's are its share, None for 0: of an expert that none of its tokens chose. All ranks call it.
+
+        Raises:
+            ArgumentError: parameters are sharded over the mesh.
         """
         parameters, group = list(self.model.parameters()), self.mesh.get_group()
+        _check_shards_apart(parameters, dist.get_process_group_ranks(group))
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has_gradient = has_gradient.to(device_of(self.mesh))
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
@@ -239,6 +244,20 @@ def _check_rotary(model: nn.Module) -> None:
                     f"{name} has rotary embeddings of type {of_layers!r}, whose frequencies depend on the length of "
                     "the sequence; a rank knows its own positions alone",
                     {},
+                )
+
+
+def _check_shards_apart(parameters: Sequence[nn.Parameter], ranks: Sequence[int]) -> None:
+    """Refuse parameters of which the ranks of a sequence hold different parts, as FSDP2's."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
+        for dim, placement in enumerate(parameter.placements):
+            others = dist.get_process_group_ranks(parameter.device_mesh.get_group(dim))
+            if not placement.is_replicate() and len(set(ranks).intersection(others)) > 1:
+                raise ArgumentError(
+                    "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
+                    "over these; give fully_shard another dimension of the mesh than parallelise"
                 )
 
 

@@ -6,10 +6,10 @@ import functools
 import threading
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stof.errors import ArgumentError, UnsupportedError
 from stof.integrations.transformers.model_mask import ModelMask
@@ -23,6 +23,7 @@ NAME = "stof"
 IGNORED: ContextVar[bool] = ContextVar("stof_sparse_masks_ignored", default=False)
 _MASK = "_stof_sparse_mask"
 _USE = "_stof_sparse_use"
+_HAD_MASK = "_stof_had_sparse_mask"
 
 
 class AttentionLayer(NamedTuple):
@@ -97,33 +98,34 @@ def owner_of(layer: nn.Module) -> object:
     return None if use is None else use.owner
 
 
-class _Calls:
-    """The calls of a layer that a backward pass may repeat: activation checkpointing.
+class _Call:
+    """A call of a layer outside of backward passes. Its graph, and the mask object it had, keep it alive.
 
     Attributes:
-        masks: their sparse masks, since the latest call that was repeated.
-        repeated: whether a backward pass has repeated one.
+        mask: the sparse mask of the call.
     """
 
-    __slots__ = ("masks", "repeated")
+    __slots__ = ("__weakref__", "mask")
 
-    def __init__(self) -> None:
-        self.masks: set[Mask | None] = set()
-        self.repeated = False
+    def __init__(self, mask: Mask | None) -> None:
+        self.mask = mask
 
 
-_calls: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
+# Calls that a backward pass may recompute. Not on the layers, which are copied and pickled.
+_calls: WeakKeyDictionary[nn.Module, WeakSet[_Call]] = WeakKeyDictionary()
 
 
 def mask_of_call(layer: nn.Module, model_mask: object) -> Mask | None:
     """The sparse mask for the current call of a layer, whose attention function asks for it.
+
+    In a backward pass, which recomputes a call (activation checkpointing), it is the mask of that call.
 
     Args:
         layer: the attention layer.
         model_mask: the attention mask that it was called with.
 
     Raises:
-        UnsupportedError: a backward pass repeats a call that may have had another sparse mask.
+        UnsupportedError: the mask of the call that is recomputed is not known.
     """
     mask, compiling = sparse_mask_of(layer), torch.compiler.is_dynamo_compiling()
     if not compiling and IGNORED.get():
@@ -133,32 +135,35 @@ def mask_of_call(layer: nn.Module, model_mask: object) -> Mask | None:
         use.mark()
         if use.cross:
             return None
-    return mask if compiling else _of_repeated_call(layer, mask, model_mask)
+    if compiling or not in_backward_pass():
+        return mask
+    alive = set(_calls.get(layer, ()))
+    # Recomputed layers get the same mask object; a recomputed model makes a new one.
+    with_object = alive & model_mask.calls if isinstance(model_mask, ModelMask) else set()
+    candidates = {call.mask for call in with_object or alive}
+    if len(candidates) == 1:
+        return candidates.pop()
+    if candidates or hasattr(layer, _HAD_MASK):  # none: reentrant checkpointing, whose first pass has no graph
+        raise UnsupportedError(
+            f"a backward pass recomputes a call of {type(layer).__name__} (activation checkpointing), and it is not "
+            "known which sparse mask the call had: use checkpointing with use_reentrant=False, and call backward() "
+            "once for each mask",
+            {},
+        )
+    return None
 
 
-def _of_repeated_call(layer: nn.Module, mask: Mask | None, model_mask: object) -> Mask | None:
-    """The sparse mask of the call that a backward pass repeats; `mask`, the present one, outside of a backward pass."""
-    calls = _calls.setdefault(layer, _Calls())
-    # Layers get the same object in the repeated call, unless the repeated code makes it.
-    shared = model_mask.sparse.setdefault(layer, set()) if isinstance(model_mask, ModelMask) else set()
-    if in_backward_pass():
-        calls.repeated = True
-        if len(shared) == 1:
-            return next(iter(shared))
-        if calls.masks - {mask}:
-            _calls.clear()  # the other layers will not be repeated
-            raise UnsupportedError(
-                f"activation checkpointing repeats a call of {type(layer).__name__} in the backward pass, and its "
-                "sparse mask is not known, because it was changed meanwhile: call backward() inside of the `with` "
-                "block of sparsify, once for each mask, and evaluate under torch.no_grad()",
-                {},
-            )
-    elif layer.training or torch.is_grad_enabled():
-        if calls.repeated:
-            calls.masks, calls.repeated = set(), False
-        calls.masks.add(mask)
-        shared.add(mask)
-    return mask
+def remember_call(layer: nn.Module, mask: Mask | None, model_mask: object, out: Tensor) -> None:
+    """Remember the sparse mask of a call, for `mask_of_call`; `out` is what attention returned."""
+    if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled() or in_backward_pass():
+        return
+    call = _Call(mask)
+    _calls.setdefault(layer, WeakSet()).add(call)
+    if isinstance(model_mask, ModelMask):
+        model_mask.calls.add(call)
+    if out.grad_fn is not None:
+        metadata: Any = out.grad_fn.metadata
+        metadata["stof"] = call
 
 
 def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
@@ -172,6 +177,7 @@ def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
     if mask is None:
         return
     use = _Use(layer, owner)
+    setattr(layer.module, _HAD_MASK, True)
     setattr(layer.module, _MASK, mask)
     setattr(layer.module, _USE, use)
     use.hooks = [
