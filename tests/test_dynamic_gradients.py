@@ -219,6 +219,13 @@ def test_updates_between_both_passes_are_refused(kind: str) -> None:
     plan.update(example(kind))
     with pytest.raises(PlanMismatchError, match="updated between a call and its backward pass"):
         out.sum().backward()
+    for use_reentrant in (False, True):
+        out = checkpoint(stof.attention, q, k, v, plan, use_reentrant=use_reentrant)
+        out.sum().backward()
+        out = checkpoint(stof.attention, q, k, v, plan, use_reentrant=use_reentrant)
+        plan.update(example(kind))
+        with pytest.raises(PlanMismatchError, match="updated between a call and"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,6 +26,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.runtime import streams
 from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
+from stof.runtime.private import in_backward_pass
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -46,8 +47,8 @@ class DynamicPlan(Plan):
 
     Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes
     lists for the backward pass, which later updates fill as well; make it before an update is captured. An update
-    between a call and its backward pass makes that pass raise `PlanMismatchError`; replays of captured updates, and
-    updates before reentrant checkpointing runs the call again, go unnoticed.
+    between a call and its backward pass makes that pass raise `PlanMismatchError`. Replays of captured updates go
+    unnoticed, and so do updates, followed by other calls, before reentrant checkpointing recomputes a call.
 
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
     replays of graphs that hold some of them, and calls and updates by several threads.
@@ -68,6 +69,7 @@ class DynamicPlan(Plan):
         self._captured = False
         self._streams: set[int] = set()
         self.updates = 0
+        self._called_after: int | None = None  # updates; of the latest call outside of backward passes
         dims = mask.dims(*sizes)
         geometry = self._geometry_of(mask, lengths, device)
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
@@ -226,6 +228,13 @@ class DynamicPlan(Plan):
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
+        if not in_backward_pass():
+            self._called_after = self.updates
+        elif self._called_after not in (None, self.updates):  # activation checkpointing
+            raise PlanMismatchError(
+                "a dynamic plan was updated between a call and the backward pass that recomputes it, which would be "
+                "under another mask; update it after the backward pass"
+            )
         self.wait_for_update()
         return super().find_call(*arguments)
 
