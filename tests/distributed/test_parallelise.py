@@ -213,7 +213,6 @@ def check_all(rank: int) -> None:
         check_model(rank, name)
     check_sparse(rank)
     check_labels(rank)
-    check_compiled(rank)
     check_gradients_of_some_ranks(rank)
     check_refusals(rank)
 
@@ -221,6 +220,7 @@ def check_all(rank: int) -> None:
 def check_more(rank: int) -> None:
     for name in ("mistral", "gpt-oss"):
         check_model(rank, name)
+    check_compiled(rank)
 
 
 def check_fsdp(rank: int) -> None:

@@ -86,13 +86,13 @@ class Exchange:
         """Send contiguous tensors to each rank, and receive from each; those of this rank are copied."""
         operations = []
         for rank, (sent, received) in enumerate(zip(to_send, to_receive, strict=True)):
-            if rank == self.rank:
-                for source, target in zip(sent, received, strict=True):
-                    target.copy_(source)
-            else:
+            if rank != self.rank:
                 operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x in sent]
                 operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x in received]
-        for work in dist.batch_isend_irecv(operations):
+        works = dist.batch_isend_irecv(operations)
+        for source, target in zip(to_send[self.rank], to_receive[self.rank], strict=True):
+            target.copy_(source)
+        for work in works:
             work.wait()
 
     def gather_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
