@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,3 +44,7 @@ def _process(rank: int, function: Callable[..., None], ranks: int, port: int, ar
         function(rank, *arguments)
     finally:
         dist.destroy_process_group()
+    # Models and meshes in reference cycles keep process groups alive, whose threads may crash the interpreter's exit.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
