@@ -213,9 +213,9 @@ def test_compiled_code_and_functions_with_state() -> None:
         width.fill_(9)
         gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         assert_equal(gradients, expected(q, k, v, masks.sliding_window(now - 1, 0), torch.ones_like(out)))
-    whole = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), fullgraph=True, backend="aot_eager")
+    in_one_graph = torch.compile(lambda q, k, v: stof.attention(q, k, v, mask), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="what may change"):
-        whole(q, k, v)
+        in_one_graph(q, k, v)
 
 
 def test_gradients_that_the_dispatcher_sees() -> None:

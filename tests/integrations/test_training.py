@@ -236,8 +236,8 @@ def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
         torch.testing.assert_close(stof.optimize(model, mask=window)(**inputs).logits, trained, atol=1e-4, rtol=1e-4)
 
 
-def test_checkpointed_layers_repeat_calls_under_the_masks_of_the_calls() -> None:
-    """Gradients do not change with the sparse masks that layers have when the backward pass repeats their calls."""
+def test_checkpointed_layers_are_recomputed_under_the_masks_of_their_calls() -> None:
+    """Gradients do not change with the sparse masks that layers have when the backward pass recomputes them."""
     ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
     model = hf.enable(training(models.llama()))
     model.config.use_cache = False
@@ -263,8 +263,8 @@ def test_checkpointed_layers_repeat_calls_under_the_masks_of_the_calls() -> None
         assert_equal(gradients_of(losses), wanted)
 
 
-def test_checkpointed_models_repeat_calls_under_the_masks_of_the_calls_or_are_refused() -> None:
-    """The model makes a new mask object in the repeated call."""
+def test_checkpointed_models_are_recomputed_under_the_masks_of_their_calls_or_refused() -> None:
+    """A model that is recomputed makes a new mask object."""
     ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
     model = hf.enable(training(models.llama()))
 
@@ -300,6 +300,10 @@ def test_checkpointed_models_repeat_calls_under_the_masks_of_the_calls_or_are_re
         gradient(loss())
         with pytest.raises(UnsupportedError, match="use_reentrant=False"):
             gradient(loss(use_reentrant=True))
+    alive = run(model.get_input_embeddings()(ids))  # says nothing about calls without a graph
+    with hf.sparsify(model, window), pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        gradient(loss(use_reentrant=True))
+    del alive
 
 
 def test_remembered_calls_are_forgotten() -> None:

@@ -214,7 +214,7 @@ def _by_heads(
     if not needs_lse:
         (out,) = HeadsToTokens.apply(shards.exchange, out)
         return out, lse
-    # By one function, so that all ranks exchange both gradients even if one of them differentiates one result.
+    # By one function, so that every rank exchanges both gradients, though it may differentiate one result alone.
     out, column = HeadsToTokens.apply(shards.exchange, out, lse[..., None])
     return out, column[..., 0]
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stof.distributed.row_ranges import Range
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -28,7 +30,7 @@ class Exchange:
 
     group: dist.ProcessGroup
     rank: int
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    ranges: tuple[tuple[Range, ...], ...]
 
     @property
     def ranks(self) -> int:

@@ -26,7 +26,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.runtime import streams
 from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
-from stof.runtime.private import in_backward_pass
+from stof.runtime.private import backward_node
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
@@ -228,7 +228,7 @@ class DynamicPlan(Plan):
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
-        if not in_backward_pass():
+        if backward_node() is None:
             self._called_after = self.updates
         elif self._called_after not in (None, self.updates):  # activation checkpointing
             raise PlanMismatchError(

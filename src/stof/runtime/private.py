@@ -36,6 +36,7 @@ __all__ = [
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
+    "backward_node",
     "break_graph",
     "copy_all",
     "copy_sources",
@@ -50,7 +51,6 @@ __all__ = [
     "has_hooks",
     "has_values",
     "hooks_are_set",
-    "in_backward_pass",
     "inductor",
     "init_triton_cache",
     "is_dual_level",
@@ -201,12 +201,14 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
 
 
-def in_backward_pass() -> bool:
-    """Whether autograd runs a backward pass in this thread; `torch.utils.checkpoint` asks so as well.
+def backward_node() -> torch.autograd.graph.Node | None:
+    """The node that autograd runs in this thread, None outside of backward passes.
 
-    No public function says so. Without it, repeated calls of activation checkpointing look like first ones.
+    `torch._C._current_autograd_node`; no public function says so. Without it, calls that activation checkpointing
+    recomputes look like first ones.
     """
-    return torch._C._current_graph_task_id() != -1
+    node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+    return node
 
 
 def is_exporting() -> bool:

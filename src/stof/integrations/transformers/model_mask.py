@@ -40,7 +40,7 @@ class ModelMask:
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
             that of all tokens, `shape` that of this rank's. Else None.
-        calls: of layers, with it (`sparse_mask.remember_call`).
+        calls: the calls of layers that were given this object (`sparse_mask.remember_call`).
     """
 
     ndim = 4

@@ -25,6 +25,7 @@ from stof.integrations.transformers.packing_check import check, describe
 from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import Mask, causal, documents
+from stof.runtime.private import is_traced
 
 # Splits that are kept, by mask and length: counting tiles takes time, and batches of one length have one mask.
 _MOST_SPLITS = 8
@@ -253,8 +254,8 @@ def _check_shards_apart(parameters: Sequence[nn.Parameter], ranks: Sequence[int]
         if not isinstance(parameter, DTensor):
             continue
         for dim, placement in enumerate(parameter.placements):
-            others = dist.get_process_group_ranks(parameter.device_mesh.get_group(dim))
-            if not placement.is_replicate() and len(set(ranks).intersection(others)) > 1:
+            holders = dist.get_process_group_ranks(parameter.device_mesh.get_group(dim))
+            if not placement.is_replicate() and len(set(ranks).intersection(holders)) > 1:
                 raise ArgumentError(
                     "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
                     "over these; give fully_shard another dimension of the mesh than parallelise"
@@ -284,6 +285,8 @@ def _check_positions(model: nn.Module) -> None:
 def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     """The tokens of a call, `[B, S]` or `[B, S, hidden]`."""
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if is_traced(tokens):
+        raise UnsupportedError("a model on split sequences is not exported or traced", {})
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         raise UnsupportedError(f"{type(module).__name__} no longer runs stof's attention; call enable(model)", {})
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:

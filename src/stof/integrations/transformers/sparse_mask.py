@@ -15,7 +15,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.self_attention import attends_to_another_sequence, key_argument
 from stof.masks import Mask
-from stof.runtime.private import in_backward_pass
+from stof.runtime.private import backward_node
 
 NAME = "stof"
 
@@ -24,6 +24,8 @@ IGNORED: ContextVar[bool] = ContextVar("stof_sparse_masks_ignored", default=Fals
 _MASK = "_stof_sparse_mask"
 _USE = "_stof_sparse_use"
 _HAD_MASK = "_stof_had_sparse_mask"
+# The name of the node that recomputes in reentrant checkpointing.
+_REENTRANT = "CheckpointFunctionBackward"
 
 
 class AttentionLayer(NamedTuple):
@@ -99,7 +101,7 @@ def owner_of(layer: nn.Module) -> object:
 
 
 class _Call:
-    """A call of a layer outside of backward passes. Its graph, and the mask object it had, keep it alive.
+    """A call of a layer outside of backward passes. Its graph and the `ModelMask` it was given keep it alive.
 
     Attributes:
         mask: the sparse mask of the call.
@@ -135,15 +137,19 @@ def mask_of_call(layer: nn.Module, model_mask: object) -> Mask | None:
         use.mark()
         if use.cross:
             return None
-    if compiling or not in_backward_pass():
+    node = None if compiling else backward_node()
+    if node is None:
         return mask
     alive = set(_calls.get(layer, ()))
-    # Recomputed layers get the same mask object; a recomputed model makes a new one.
-    with_object = alive & model_mask.calls if isinstance(model_mask, ModelMask) else set()
-    candidates = {call.mask for call in with_object or alive}
-    if len(candidates) == 1:
-        return candidates.pop()
-    if candidates or hasattr(layer, _HAD_MASK):  # none: reentrant checkpointing, whose first pass has no graph
+    # A recomputed layer is given the same `ModelMask`; a recomputed model makes a new one.
+    candidates = alive & model_mask.calls if isinstance(model_mask, ModelMask) else set()
+    # The first pass of reentrant checkpointing has no graph: those that are alive are of other calls.
+    if not candidates and node.name() != _REENTRANT:
+        candidates = alive
+    sparse_masks = {call.mask for call in candidates}
+    if len(sparse_masks) == 1:
+        return sparse_masks.pop()
+    if sparse_masks or hasattr(layer, _HAD_MASK):
         raise UnsupportedError(
             f"a backward pass recomputes a call of {type(layer).__name__} (activation checkpointing), and it is not "
             "known which sparse mask the call had: use checkpointing with use_reentrant=False, and call backward() "
@@ -155,7 +161,7 @@ def mask_of_call(layer: nn.Module, model_mask: object) -> Mask | None:
 
 def remember_call(layer: nn.Module, mask: Mask | None, model_mask: object, out: Tensor) -> None:
     """Remember the sparse mask of a call, for `mask_of_call`; `out` is what attention returned."""
-    if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled() or in_backward_pass():
+    if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled() or backward_node() is not None:
         return
     call = _Call(mask)
     _calls.setdefault(layer, WeakSet()).add(call)
