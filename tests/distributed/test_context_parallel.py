@@ -188,7 +188,7 @@ def check_contexts(rank: int) -> None:
     assert "of another mask" in window.explain()
 
     text = shards.explain(*(x.to("meta") for x in local))
-    assert "an early and a late range" in text
+    assert "in at most 2 ranges for each rank" in text
     assert "(taken)" in text
     assert len(text.splitlines()) == 2 + dist.get_world_size() + 2
 

@@ -10,6 +10,7 @@ from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.masks import Mask
 from stof.masks.per_head import for_batch, for_heads
+from stof.masks.reorder import row_ranges
 
 LENGTH = 50
 MASKS = {
@@ -55,6 +56,26 @@ def test_a_part_may_end_before_its_mask(name: str) -> None:
     assert tensor is None or torch.equal(tensor.expand_as(expected), expected)
     plan = stof.plan(part, 12, 32, heads=6)
     assert torch.equal(plan.to_dense().expand_as(expected), expected)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 8), (40, 50)], [(3, 20), (21, 22), (30, 49)], [(5, 17)]], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_some_ranges_of_rows(name: str, ranges: list[tuple[int, int]]) -> None:
+    """The same scores and as many full tiles, also where two ranges share a row block."""
+    mask = MASKS[name]
+    rows = torch.cat([torch.arange(first, stop) for first, stop in ranges])
+    part, count = row_ranges(mask, ranges, LENGTH), len(rows)
+    expected = dense(mask)[..., rows, :]
+    assert torch.equal(dense(part, count), expected)
+    config = stof.LayoutConfig(16, 16)
+    for other, keep in ((part, expected), (masks.transposed(part), expected.mT)):
+        plan = stof.plan(other, *keep.shape[2:], heads=6, config=config)
+        assert torch.equal(plan.to_dense().expand_as(keep), keep)
+        same = stof.plan(masks.from_dense(keep), *keep.shape[2:], heads=6, config=config)
+        assert plan.statistics().full_tiles == same.statistics().full_tiles
+    if len(ranges) > 1:
+        with pytest.raises(ShapeError, match=f"has {count} queries"):
+            part.check(count + 1, LENGTH)
 
 
 @pytest.mark.parametrize("name", MASKS)

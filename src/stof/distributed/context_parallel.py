@@ -135,7 +135,7 @@ def attention(
         sizes = Sizes.of(q, k, v)
         taken = way or ("keys" if bias is not None else shards.way_for(sizes))
         check_way(taken, sizes.heads, shards.ranks)
-        plans = shards.plans(taken, sizes, q.device)
+        plan = shards.plan(taken, sizes, q.device)
         if not shards.agreed:
             facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
             facts |= {"whether there is a bias": bias is not None, "whether there are sinks": sinks is not None}
@@ -148,9 +148,10 @@ def attention(
     if error is not None:
         raise error
     if taken == "heads":
-        out, lse = _by_heads(q, k, v, shards, plans[0], sinks, options, return_lse)
+        out, lse = _by_heads(q, k, v, shards, plan, sinks, options, return_lse)
     else:
-        out, lse = _by_keys(q, k, v, shards, plans, bias, sinks, options)
+        k, v = GatherKeys.apply(shards.exchange, k, v)
+        out, lse = local_attention(q, k, v, plan, bias=bias, sinks=sinks, **options, return_lse=True)
     return (out, lse) if return_lse else out
 
 
@@ -217,28 +218,3 @@ def _by_heads(
     # By one function, so that every rank exchanges both gradients, though it may differentiate one result alone.
     out, column = HeadsToTokens.apply(shards.exchange, out, lse[..., None])
     return out, column[..., 0]
-
-
-def _by_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shards: Shards,
-    plans: tuple[Plan, ...],
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """This rank's ranges of queries, one call each, with the keys of all ranks."""
-    k, v = GatherKeys.apply(shards.exchange, k, v)
-    lengths = [plan.q_len for plan in plans]
-    by_row = bias is not None and bias.shape[2] > 1
-    biases = bias.split(lengths, 2) if bias is not None and by_row else [bias] * len(plans)
-    parts = [
-        local_attention(part, k, v, plan, bias=bias_of_part, sinks=sinks, **options, return_lse=True)
-        for part, bias_of_part, plan in zip(q.split(lengths, 2), biases, plans, strict=True)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -1,13 +1,12 @@
 """Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
 
-Tensors are moved as rows `[S, ...]`, in which a range of tokens is contiguous: it is sent and received in place.
+Tensors are moved as rows `[S, ...]`, in which the tokens of a rank are contiguous once sorted by rank.
 Gradients are summed over ranks locally, in the order of ranks and in at least 32 bits: two equal calls give equal bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,38 @@ from torch.autograd.function import once_differentiable
 
 from stof.distributed.row_ranges import Range
 
+# PyTorch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-@dataclass(frozen=True, eq=False)
+
 class Exchange:
     """The rows of each rank, and exchanges of them.
 
     Attributes:
         group: the ranks.
         rank: this one, in the group.
-        ranges: for each rank its ranges of rows, `(first, end)` in ascending order.
+        tokens: rows of each rank.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    ranges: tuple[tuple[Range, ...], ...]
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, ranges: Sequence[Sequence[Range]], device: torch.device
+    ) -> None:
+        """`ranges`: for each rank its ranges of rows, `(first, end)` in ascending order; `device` of all tensors."""
+        self.group, self.rank = group, rank
+        self.tokens = tuple(sum(stop - first for first, stop in held) for held in ranges)
+        self._longest = max(self.tokens)
+        rows = [row for held in ranges for row in held]
+        self._ascends = rows == sorted(rows)
+        # Positions of the rows of one rank after the other; and of each position its place among these, and among
+        # those of ranks padded to equal numbers of rows.
+        self._by_rank = torch.cat([torch.arange(*row, device=device) for row in rows])
+        self._by_position = self._by_rank.argsort()
+        padded = [torch.arange(count, device=device) + n * self._longest for n, count in enumerate(self.tokens)]
+        self._in_padded = torch.cat(padded)[self._by_position]
 
     @property
     def ranks(self) -> int:
-        return len(self.ranges)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Rows of each rank."""
-        return tuple(sum(stop - first for first, stop in ranges) for ranges in self.ranges)
+        return len(self.tokens)
 
     @property
     def local(self) -> int:
@@ -48,54 +56,32 @@ class Exchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather: rows `[local, ...]` of every rank as `[S, ...]`, by position."""
-        return self.from_ranks(x.contiguous().expand(self.ranks, *x.shape))  # the same rows to each rank
+        missing = self._longest - self.local
+        x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else x.contiguous()
+        out = x.new_empty(self.ranks * self._longest, *x.shape[1:])
+        _all_gather(out, x, group=self.group)
+        return out if self._ascends and len(out) == len(self._by_rank) else out[self._in_padded]
 
     def from_ranks(self, x: Tensor) -> Tensor:
         """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`, by position."""
         out = x.new_empty(sum(self.tokens), *x.shape[2:])
-        self._exchange(
-            [self._local_parts(x[rank]) for rank in range(self.ranks)],
-            [self._global_parts(out, rank) for rank in range(self.ranks)],
-        )
-        return out
+        dist.all_to_all_single(out, x.flatten(0, 1), self.tokens, [self.local] * self.ranks, group=self.group)
+        return self._sorted(out)
 
-    def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender.
+    def to_ranks(self, x: Tensor) -> Tensor:
+        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
+        x = x.contiguous() if self._ascends else x[self._by_rank]
+        out = x.new_empty(self.ranks * self.local, *x.shape[1:])
+        dist.all_to_all_single(out, x, [self.local] * self.ranks, self.tokens, group=self.group)
+        return out.unflatten(0, (self.ranks, -1))
 
-        A message for each tensor: outputs and gradients of attention come as contiguous rows, and packing copies them.
-        """
-        tensors = tuple(x.contiguous() for x in tensors)
-        outs = [x.new_empty(self.ranks, self.local, *x.shape[1:]) for x in tensors]
-        self._exchange(
-            [[part for x in tensors for part in self._global_parts(x, rank)] for rank in range(self.ranks)],
-            [[part for out in outs for part in self._local_parts(out[rank])] for rank in range(self.ranks)],
-        )
-        return outs
-
-    def sum_to_ranks(self, *tensors: Tensor) -> list[Tensor]:
+    def sum_to_ranks(self, x: Tensor) -> Tensor:
         """Reduce-scatter: rows `[S, ...]` by position, summed over ranks; this rank's `[local, ...]`."""
-        return [_sum(parts) for parts in self.to_ranks(*tensors)]
+        return _sum(self.to_ranks(x))
 
-    def _global_parts(self, x: Tensor, rank: int) -> list[Tensor]:
-        """The ranges of a rank in rows `[S, ...]`."""
-        return [x[first:stop] for first, stop in self.ranges[rank]]
-
-    def _local_parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The ranges of this rank in its rows `[local, ...]`."""
-        return x.split([stop - first for first, stop in self.ranges[self.rank]])
-
-    def _exchange(self, to_send: Sequence[Sequence[Tensor]], to_receive: Sequence[Sequence[Tensor]]) -> None:
-        """Send contiguous tensors to each rank, and receive from each; those of this rank are copied."""
-        operations = []
-        for rank, (sent, received) in enumerate(zip(to_send, to_receive, strict=True)):
-            if rank != self.rank:
-                operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x in sent]
-                operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x in received]
-        works = dist.batch_isend_irecv(operations)
-        for source, target in zip(to_send[self.rank], to_receive[self.rank], strict=True):
-            target.copy_(source)
-        for work in works:
-            work.wait()
+    def _sorted(self, x: Tensor) -> Tensor:
+        """Rows by position, of rows of one rank after the other."""
+        return x if self._ascends else x[self._by_position]
 
     def gather_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All tokens `[B, H, S, D]` of `[B, H, local, D]` each."""
@@ -109,7 +95,7 @@ class Exchange:
 
     def heads_to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The reverse: from all tokens of this rank's heads, `[B, H / ranks, S, D]`, to its tokens of all heads."""
-        received = self.to_ranks(*map(_rows, tensors))  # [ranks, local, B, H / ranks, D] each
+        received = [self.to_ranks(_rows(x)) for x in tensors]  # [ranks, local, B, H / ranks, D] each
         return tuple(x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received)
 
 
@@ -180,8 +166,7 @@ class GatherKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        summed = ctx.exchange.sum_to_ranks(*map(_rows, gradients))
-        return None, *(x.permute(1, 2, 0, 3) for x in summed)
+        return None, *(ctx.exchange.sum_to_ranks(_rows(x)).permute(1, 2, 0, 3) for x in gradients)
 
 
 class Join(torch.autograd.Function):
@@ -195,5 +180,4 @@ class Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (summed,) = ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0))
-        return None, summed.movedim(0, ctx.dim), None
+        return None, ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None

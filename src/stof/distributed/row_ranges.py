@@ -19,7 +19,9 @@ Range = tuple[int, int]  # first row, and the row after the last
 ROW_BLOCKS = (128, 64, 32, 16, 8, 4, 2, 1)
 BLOCKS_PER_RANK = 32
 # The heaviest rank's work over the mean that needs no better balance.
-BALANCED = 1.05
+BALANCED = 1.1
+# Ranges of a rank that are tried, in this order: a causal mask is balanced by two, one of uneven documents by more.
+RANGES = (1, 2, 4, 8)
 # Tokens of the longest shard over the mean: all layers but attention work by token, and so does memory.
 MOST_TOKENS = 1.5
 
@@ -29,7 +31,7 @@ class Assignment:
     """The rows of each rank.
 
     Attributes:
-        ranges: of each rank one or two ranges of rows, in order.
+        ranges: of each rank its ranges of rows, in order.
         costs: tiles of each rank over the mean of all ranks.
         why: how the rows were assigned, as a sentence.
     """
@@ -69,8 +71,8 @@ def tiles_by_row_block(survey: Survey, geometry: LayoutConfig) -> Tensor:
 def assign_rows(tiles: Tensor, length: int, ranks: int) -> Assignment:
     """Give each rank rows of about equal work.
 
-    Equal numbers of tokens are preferred: one range for each rank, else an early and a late one. Where neither balances
-    the tiles, ranks get ranges of equal tiles, of at most `MOST_TOKENS` times the mean tokens.
+    Equal numbers of tokens are preferred, in as few ranges as balance the tiles. Where none do, as with global tokens,
+    ranks get one range each of about equal tiles, of at most `MOST_TOKENS` times the mean tokens.
 
     Args:
         tiles: float64 `[row blocks]`, work of each row block of `row_block(length, ranks)` rows.
@@ -100,14 +102,10 @@ def weigh(ranges: tuple[tuple[Range, ...], ...], tiles: Tensor, length: int, why
 def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], str]]:
     """Ranges of row blocks for each rank, the preferred ones first, and a reason."""
     blocks = len(tiles)
-    yield [[piece] for piece in _equal_pieces(blocks, ranks)], "one range for each rank, of equal numbers of tokens"
-    if blocks >= 2 * ranks:
-        pieces = _equal_pieces(blocks, 2 * ranks)
-        work = [float(tiles[first:stop].sum()) for first, stop in pieces]
-        # Of equal works the later piece counts as the heavier, so a triangle pairs first with last.
-        order = sorted(range(2 * ranks), key=lambda n: (work[n], n))
-        pairs = [sorted((pieces[order[n]], pieces[order[-1 - n]])) for n in range(ranks)]
-        yield sorted(pairs), "an early and a late range for each rank, of equal numbers of tokens"
+    for count in RANGES:
+        if count * ranks <= blocks:
+            why = f"equal numbers of tokens, in at most {count} ranges for each rank"
+            yield _equal_tokens(tiles, ranks, count), why
     mean = float(tiles.mean())
     # The larger the constant that is added to each row block's work, the more alike are the numbers of tokens.
     for constant in (0.0, 0.5, 1.0, 2.0):
@@ -117,7 +115,21 @@ def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], 
         cuts = [0]
         for rank, end in enumerate(ends, start=1):
             cuts.append(min(max(end, cuts[-1] + 1), blocks - (ranks - rank)))
-        yield [[piece] for piece in pairwise([*cuts, blocks])], "one range for each rank, of about equal tile cost"
+        yield [[piece] for piece in pairwise([*cuts, blocks])], "about equal tile costs, in one range for each rank"
+
+
+def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[Range]]:
+    """`count` pieces of equal length for each rank: the heaviest piece left goes to the rank with the least work."""
+    pieces = _equal_pieces(len(tiles), count * ranks)
+    work = [float(tiles[first:stop].sum()) for first, stop in pieces]
+    held: list[list[Range]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    # Of equal works the later piece counts as the heavier, so a triangle pairs first with last.
+    for n in sorted(range(len(pieces)), key=lambda n: (work[n], n), reverse=True):
+        rank = min((rank for rank in range(ranks) if len(held[rank]) < count), key=loads.__getitem__)
+        held[rank].append(pieces[n])
+        loads[rank] += work[n]
+    return sorted(sorted(pieces) for pieces in held)
 
 
 def _equal_pieces(blocks: int, count: int) -> list[Range]:

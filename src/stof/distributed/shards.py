@@ -16,9 +16,10 @@ from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
-from stof.masks import Mask, as_mask, placed
+from stof.masks import Mask, as_mask
 from stof.masks.base import check_lengths
 from stof.masks.per_head import for_heads
+from stof.masks.reorder import row_ranges
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
 from stof.selection import MaskGeometry
@@ -43,13 +44,13 @@ class Shards:
         self.mask, self.length, self.mesh = mask, length, mesh
         self.rank, self.device = dist.get_rank(mesh.get_group()), device_of(mesh)
         self.assignment, self.costs = assignment, costs
-        self.exchange = Exchange(mesh.get_group(), self.rank, assignment.ranges)
+        self.exchange = Exchange(mesh.get_group(), self.rank, assignment.ranges, self.device)
         self.ranges, self.tokens = assignment.ranges[self.rank], self.exchange.tokens
         self.positions = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.ranges])
         # Whether all ranks were found to make the same first call of attention.
         self.agreed = self.ranks == 1
         self._ways: dict[Sizes, str] = {}
-        self._plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
     @property
     def ranks(self) -> int:
@@ -133,22 +134,21 @@ class Shards:
             way = self._ways[sizes] = choose_way(self.costs, sizes)
         return way
 
-    def plans(self, way: str, sizes: Sizes, device: torch.device) -> tuple[Plan, ...]:
-        """Plans of this rank's attention: for its heads, or for each of its ranges of rows."""
+    def plan(self, way: str, sizes: Sizes, device: torch.device) -> Plan:
+        """The plan of this rank's attention: of its heads, or of its rows."""
         key = (way, sizes.batch, sizes.heads, device)
-        stored = self._plans.get(key)
-        if stored is None:
+        plan = self._plans.get(key)
+        if plan is None:
             if way == "heads":
-                heads = sizes.heads // self.ranks
-                parts = [(for_heads(self.mask, self.rank * heads, heads, sizes.heads), self.length)]
+                heads, rows = sizes.heads // self.ranks, self.length
+                mask = for_heads(self.mask, self.rank * heads, heads, sizes.heads)
             else:
-                heads = sizes.heads
-                parts = [(placed(self.mask, a, q_len=self.length), b - a) for a, b in self.ranges]
+                heads, rows = sizes.heads, self.exchange.local
+                mask = row_ranges(self.mask, self.ranges, self.length)
             options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
-            stored = self._plans[key] = tuple(
-                make_plan(mask, rows, self.length, **options, config=None, row_order=None) for mask, rows in parts
-            )
-        return stored
+            plan = make_plan(mask, rows, self.length, **options, config=None, row_order=None)
+            self._plans[key] = plan
+        return plan
 
     def facts(self, sizes: Sizes) -> dict[str, str]:
         """What ranks compare of a mask at its first call, if it depends on the batch entry or the head."""

@@ -1,16 +1,23 @@
-"""A mask over queries and keys that were put into another order."""
+"""A mask of queries and keys that were put into another order, and of some ranges of queries."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.compose import Mask, Wrapped
+from stof.masks.bounds import Range, TileBounds
+from stof.masks.compose import Mask, Wrapped, placed
 from stof.masks.index import Index
 from stof.masks.snapshots import identity, snapshot
+
+if TYPE_CHECKING:
+    from stof.masks.index import Positions
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,3 +75,61 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
     if rows is None and columns is None:
         return mask
     return Reordered(mask, *(None if order is None else snapshot(order) for order in (rows, columns)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RowRanges(Wrapped):
+    """Some queries of the inner mask; see `row_ranges`.
+
+    Attributes:
+        ranges: of queries, `(first, end)`.
+        q_len: queries of the inner mask.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    q_len: int
+
+    allows_negative_queries = False
+    grows = False
+    row_orders = ()  # those of the inner mask are for all of its rows
+
+    @property
+    def has_monotonic_ranges(self) -> bool:
+        return self.mask.has_monotonic_ranges
+
+    def _position(self, query: Positions) -> Positions:
+        """The inner mask's queries; those after the last one continue its range."""
+        if isinstance(query, Range):  # positions ascend
+            return replace(query, low=self._position(query.low), high=self._position(query.high))
+        begins = torch.tensor([0, *accumulate(stop - first for first, stop in self.ranges[:-1])], device=query.device)
+        shifts = torch.tensor([first for first, _ in self.ranges], device=query.device) - begins
+        return query + shifts[torch.searchsorted(begins, query.contiguous(), right=True) - 1]
+
+    def _moved(self, index: Index) -> Index:
+        return replace(index, q=self._position(index.q), q_len=self.q_len)
+
+    def tile_bounds(self, index: Index) -> TileBounds:
+        return self.mask.tile_bounds(self._moved(index))
+
+    def check(self, q_len: int, kv_len: int) -> None:
+        rows = sum(stop - first for first, stop in self.ranges)
+        if q_len != rows:
+            raise ShapeError(f"the mask has {rows} queries, in ranges; the call has {q_len}")
+        self.mask.check(self.q_len, kv_len)
+
+    def evaluate(self, index: Index) -> Tensor:
+        return self.mask.evaluate(self._moved(index))
+
+    def __repr__(self) -> str:
+        return f"row_ranges({self.mask.key}, {list(self.ranges)}, q_len={self.q_len})"
+
+
+def row_ranges(mask: Mask, ranges: Sequence[tuple[int, int]], q_len: int) -> Mask:
+    """Some queries of a mask of `q_len` queries, all keys.
+
+    Args:
+        ranges: `(first, end)` of queries, ascending and not empty.
+    """
+    if len(ranges) == 1:
+        return placed(mask, ranges[0][0], q_len=q_len)
+    return RowRanges(mask, tuple(ranges), q_len)
