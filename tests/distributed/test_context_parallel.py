@@ -172,7 +172,7 @@ def check_contexts(rank: int) -> None:
             dist.all_reduce(gradient)
             torch.testing.assert_close(gradient, wanted, atol=1e-12, rtol=1e-11)
 
-    for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16):
+    for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.complex64):
         x = (torch.arange(3 * LENGTH) % 2).view(3, LENGTH).to(dtype)
         assert torch.equal(shards.join(shards.split(x, -1), 1), x)
     x = tensors[0].clone().requires_grad_()

@@ -59,7 +59,8 @@ class Exchange:
         missing = self._longest - self.local
         x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else x.contiguous()
         out = x.new_empty(self.ranks * self._longest, *x.shape[1:])
-        _all_gather(out, x, group=self.group)
+        # As bytes, because gloo lacks some dtypes.
+        _all_gather(out[..., None].view(torch.uint8), x[..., None].view(torch.uint8), group=self.group)
         return out if self._ascends and len(out) == len(self._by_rank) else out[self._in_padded]
 
     def from_ranks(self, x: Tensor) -> Tensor:

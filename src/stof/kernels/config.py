@@ -20,7 +20,8 @@ class KernelConfig:
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.
         paired: two row blocks to a work tile, a warpgroup for each, and never split (the Hopper kernel alone).
-        zero_unseen: read a copy of K and V with zeros for keys that no query sees (the Hopper kernel alone).
+        zero_unseen: tiles with keys that no query sees read a copy of K and V, in which these keys are zeros (the
+            Hopper kernel alone).
     """
 
     num_warps: int = 4

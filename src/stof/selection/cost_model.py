@@ -170,8 +170,10 @@ def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: D
     """Time until keys and values are copied side by side: another launch, and each of them read and written once."""
     if choice.implementation not in ON_HOPPER or choice.layout is None:
         return 0.0
-    zeroed = choice.kernel is not None and choice.kernel.zero_unseen
-    keys = call.kv_len if zeroed else survey.counts[choice.layout].compacted_keys
+    counts = survey.counts[choice.layout]
+    keys = counts.compacted_keys
+    if choice.kernel is not None and choice.kernel.zero_unseen:  # of partial tiles, at most
+        keys = min(call.kv_len, choice.layout.block_n * int(counts.partial.sum(1).max()))
     if not keys:
         return 0.0
     heads = call.heads if survey.mask_heads > 1 else call.kv_heads

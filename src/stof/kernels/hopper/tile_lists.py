@@ -123,7 +123,7 @@ def make_tile_lists(layout: Layout, split_tiles: int = 0, zero_unseen: bool = Fa
         layout: row blocks of 64, 128 or 192 rows and tiles of 64 or 128 columns: contiguous ones, gathered in slabs of
             8 or 16, or, where gathered one by one, with compacted columns or evenly spaced.
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
-        zero_unseen: contiguous tiles read a copy of all keys, with zeros for those that no query sees.
+        zero_unseen: contiguous tiles with keys that no query sees read a copy, in which these keys are zeros.
 
     Raises:
         UnfitLayoutError: other sizes; columns or rows lie in a way that TMA cannot copy; tiles hold keys that no query
@@ -217,14 +217,26 @@ def _columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _zeroed_columns(layout: Layout) -> tuple[Tensor, Tensor, int, int]:
-    """`_columns` of contiguous tiles that read a copy of the keys, with zeros for those that no query sees."""
+    """`_columns` of contiguous tiles. Those with keys that no query sees read a copy, in which such keys are zeros."""
     base, block_n = layout.tile_base.long(), layout.config.block_n
     if layout.config.slab is not None or bool((base < 0).any()):
         raise UnfitLayoutError("keys that no query sees become zeros in contiguous tiles only")
-    seen = _seen(layout)[:, : layout.kv_len]
-    keys = torch.where(seen, torch.arange(layout.kv_len, device=seen.device), -1)
-    keys = torch.nn.functional.pad(keys, (0, -layout.kv_len % block_n), value=-1)
-    return compacted_column(base[:, None]), _shared(keys[layout.pattern_of.long()]), block_n, 1
+    seen = _seen(layout)
+    pattern = torch.div(layout.tile_row_block(), layout.row_blocks, rounding_mode="floor")
+    along = torch.arange(block_n, device=base.device)
+    copied = ~seen[pattern[:, None], (base[:, None] + along).clamp(max=layout.kv_len)].all(1)
+    if not bool(copied.any()):
+        return base[:, None], layout.pattern_of.new_empty(0), 0, 1
+    # Each pattern has a list of the tiles that are copied for it.
+    distinct, tile = torch.stack([pattern, base], 1)[copied].unique(dim=0, return_inverse=True)
+    owner, first = distinct.T.contiguous()
+    place = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
+    read = first[:, None] + along
+    exists = seen[owner[:, None], read.clamp(max=layout.kv_len)] & (read < layout.kv_len)
+    keys = base.new_full((layout.patterns, int(place.max()) + 1, block_n), -1)
+    keys[owner, place] = torch.where(exists, read, -1)
+    columns = base.masked_scatter(copied, compacted_column(place[tile] * block_n))
+    return columns[:, None], _shared(keys.flatten(1)[layout.pattern_of.long()]), block_n, 1
 
 
 def check_reads(layout: Layout, read: Tensor) -> None:
