@@ -151,6 +151,8 @@ def attention(
         out, lse = _by_heads(q, k, v, shards, plan, sinks, options, return_lse)
     else:
         k, v = GatherKeys.apply(shards.exchange, k, v)
+        if bias is not None and shards.order is not None and bias.shape[-1] > 1:
+            bias = bias.index_select(-1, shards.order)
         out, lse = local_attention(q, k, v, plan, bias=bias, sinks=sinks, **options, return_lse=True)
     return (out, lse) if return_lse else out
 

@@ -1,7 +1,7 @@
 """Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
 
-Tensors are moved as rows `[S, ...]`, in which the tokens of a rank are contiguous once sorted by rank.
-Gradients are summed over ranks locally, in the order of ranks and in at least 32 bits: two equal calls give equal bits.
+Tensors are moved as rows `[S, ...]`, the tokens of one rank after those of another. Gradients are summed over ranks
+locally, in the order of ranks and in at least 32 bits: two equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stof.distributed.row_ranges import Range
-
 # PyTorch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange:
-    """The rows of each rank, and exchanges of them.
+    """Exchanges of rows between the ranks of a group.
 
     Attributes:
         group: the ranks.
@@ -29,21 +27,8 @@ class Exchange:
         tokens: rows of each rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, ranges: Sequence[Sequence[Range]], device: torch.device
-    ) -> None:
-        """`ranges`: for each rank its ranges of rows, `(first, end)` in ascending order; `device` of all tensors."""
-        self.group, self.rank = group, rank
-        self.tokens = tuple(sum(stop - first for first, stop in held) for held in ranges)
-        self._longest = max(self.tokens)
-        rows = [row for held in ranges for row in held]
-        self._ascends = rows == sorted(rows)
-        # Positions of the rows of one rank after the other; and of each position its place among these, and among
-        # those of ranks padded to equal numbers of rows.
-        self._by_rank = torch.cat([torch.arange(*row, device=device) for row in rows])
-        self._by_position = self._by_rank.argsort()
-        padded = [torch.arange(count, device=device) + n * self._longest for n, count in enumerate(self.tokens)]
-        self._in_padded = torch.cat(padded)[self._by_position]
+    def __init__(self, group: dist.ProcessGroup, rank: int, tokens: Sequence[int]) -> None:
+        self.group, self.rank, self.tokens = group, rank, tuple(tokens)
 
     @property
     def ranks(self) -> int:
@@ -55,34 +40,32 @@ class Exchange:
         return self.tokens[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather: rows `[local, ...]` of every rank as `[S, ...]`, by position."""
-        missing = self._longest - self.local
+        """All-gather: rows `[local, ...]` of every rank as `[S, ...]`."""
+        longest = max(self.tokens)
+        missing = longest - self.local
         x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else x.contiguous()
-        out = x.new_empty(self.ranks * self._longest, *x.shape[1:])
+        out = x.new_empty(self.ranks * longest, *x.shape[1:])
         # As bytes, because gloo lacks some dtypes.
         _all_gather(out[..., None].view(torch.uint8), x[..., None].view(torch.uint8), group=self.group)
-        return out if self._ascends and len(out) == len(self._by_rank) else out[self._in_padded]
+        if len(out) == sum(self.tokens):
+            return out
+        return torch.cat([part[:count] for part, count in zip(out.chunk(self.ranks), self.tokens, strict=True)])
 
     def from_ranks(self, x: Tensor) -> Tensor:
-        """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`, by position."""
+        """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`."""
         out = x.new_empty(sum(self.tokens), *x.shape[2:])
         dist.all_to_all_single(out, x.flatten(0, 1), self.tokens, [self.local] * self.ranks, group=self.group)
-        return self._sorted(out)
+        return out
 
     def to_ranks(self, x: Tensor) -> Tensor:
         """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
-        x = x.contiguous() if self._ascends else x[self._by_rank]
         out = x.new_empty(self.ranks * self.local, *x.shape[1:])
-        dist.all_to_all_single(out, x, [self.local] * self.ranks, self.tokens, group=self.group)
+        dist.all_to_all_single(out, x.contiguous(), [self.local] * self.ranks, self.tokens, group=self.group)
         return out.unflatten(0, (self.ranks, -1))
 
     def sum_to_ranks(self, x: Tensor) -> Tensor:
-        """Reduce-scatter: rows `[S, ...]` by position, summed over ranks; this rank's `[local, ...]`."""
+        """Reduce-scatter: rows `[S, ...]`, summed over ranks; this rank's `[local, ...]`."""
         return _sum(self.to_ranks(x))
-
-    def _sorted(self, x: Tensor) -> Tensor:
-        """Rows by position, of rows of one rank after the other."""
-        return x if self._ascends else x[self._by_position]
 
     def gather_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All tokens `[B, H, S, D]` of `[B, H, local, D]` each."""
@@ -96,8 +79,14 @@ class Exchange:
 
     def heads_to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The reverse: from all tokens of this rank's heads, `[B, H / ranks, S, D]`, to its tokens of all heads."""
-        received = [self.to_ranks(_rows(x)) for x in tensors]  # [ranks, local, B, H / ranks, D] each
-        return tuple(x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in received)
+        outs = []
+        for x in tensors:
+            received = self.to_ranks(_rows(x))  # [ranks, local, B, H / ranks, D]
+            by_head = received.permute(2, 0, 3, 1, 4)
+            out = x.new_empty(by_head.shape)
+            _copy(out, by_head)
+            outs.append(out.flatten(1, 2))
+        return tuple(outs)
 
 
 def _sum(parts: Tensor) -> Tensor:
@@ -117,8 +106,19 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     widths = [x.shape[-2] * x.shape[-1] for x in tensors]
     out = tensors[0].new_empty(*tensors[0].shape[:-2], sum(widths))
     for x, part in zip(tensors, out.split(widths, -1), strict=True):
-        part.unflatten(-1, x.shape[-2:]).copy_(x)
+        _copy(part.unflatten(-1, x.shape[-2:]), x)
     return out
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`, in words of 64 bits if possible: twice as fast for 16-bit numbers in another order."""
+    count = 8 // source.itemsize
+    if all(
+        x.stride(-1) == 1 and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        for x in (target, source)
+    ):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
 
 
 def _unpacked(x: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ class GatherKeys(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The rows of all ranks, in dimension `dim`; gradients are summed over ranks."""
+    """The rows of all ranks, rank after rank, in dimension `dim`; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
+from stof.masks.reorder import joined
 
 Range = tuple[int, int]  # first row, and the row after the last
 
@@ -45,10 +46,14 @@ class Assignment:
         return max(self.costs)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(stop - first for first, stop in ranges) for ranges in self.ranges)
+
+    @property
     def longest(self) -> float:
         """Tokens of the longest shard over the mean."""
-        tokens = [sum(stop - first for first, stop in ranges) for ranges in self.ranges]
-        return max(tokens) * len(tokens) / sum(tokens)
+        return max(self.tokens) * len(self.tokens) / sum(self.tokens)
 
 
 def row_block(length: int, ranks: int) -> int:
@@ -81,7 +86,7 @@ def assign_rows(tiles: Tensor, length: int, ranks: int) -> Assignment:
     rows = row_block(length, ranks)
     candidates = []
     for boundaries, why in _candidates(tiles, ranks):
-        ranges = tuple(_joined([(a * rows, min(b * rows, length)) for a, b in blocks]) for blocks in boundaries)
+        ranges = tuple(joined([(a * rows, min(b * rows, length)) for a, b in blocks]) for blocks in boundaries)
         candidate = weigh(ranges, tiles, length, why)
         if candidate.imbalance <= BALANCED and candidate.longest <= MOST_TOKENS:
             return candidate
@@ -134,14 +139,3 @@ def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[Range]]:
 
 def _equal_pieces(blocks: int, count: int) -> list[Range]:
     return list(pairwise(ceil(blocks * n / count) for n in range(count + 1)))
-
-
-def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The same rows, with ranges joined that follow each other."""
-    out = [ranges[0]]
-    for first, stop in ranges[1:]:
-        if first == out[-1][1]:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((first, stop))
-    return tuple(out)

@@ -19,7 +19,7 @@ from stof.layout.survey import Survey
 from stof.masks import Mask, as_mask
 from stof.masks.base import check_lengths
 from stof.masks.per_head import for_heads
-from stof.masks.reorder import row_ranges
+from stof.masks.reorder import in_ranges, joined
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
 from stof.selection import MaskGeometry
@@ -44,9 +44,14 @@ class Shards:
         self.mask, self.length, self.mesh = mask, length, mesh
         self.rank, self.device = dist.get_rank(mesh.get_group()), device_of(mesh)
         self.assignment, self.costs = assignment, costs
-        self.exchange = Exchange(mesh.get_group(), self.rank, assignment.ranges, self.device)
-        self.ranges, self.tokens = assignment.ranges[self.rank], self.exchange.tokens
+        self.ranges, self.tokens = assignment.ranges[self.rank], assignment.tokens
+        self.exchange = Exchange(mesh.get_group(), self.rank, self.tokens)
         self.positions = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.ranges])
+        # Exchanged tokens come in the order of ranks: these ranges, and positions where that is not their order.
+        self.by_rank = joined([held for ranges in assignment.ranges for held in ranges])
+        self.order: Tensor | None = None
+        if len(self.by_rank) > 1:
+            self.order = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.by_rank])
         # Whether all ranks were found to make the same first call of attention.
         self.agreed = self.ranks == 1
         self._ways: dict[Sizes, str] = {}
@@ -92,8 +97,8 @@ class Shards:
         dim = self._dimension(tensor, dim, self.exchange.local, f"a tensor of rank {self.rank}")
         if self.ranks == 1:
             return tensor
-        joined: Tensor = Join.apply(self.exchange, tensor, dim)
-        return joined
+        by_rank: Tensor = Join.apply(self.exchange, tensor, dim)
+        return by_rank if self.order is None else by_rank.index_select(dim, self.order.argsort())
 
     def with_mask(self, mask: Any) -> Shards:
         """The same tokens on the same ranks under another mask: layers of one model have several.
@@ -140,11 +145,11 @@ class Shards:
         plan = self._plans.get(key)
         if plan is None:
             if way == "heads":
-                heads, rows = sizes.heads // self.ranks, self.length
+                heads, rows, ranges = sizes.heads // self.ranks, self.length, self.by_rank
                 mask = for_heads(self.mask, self.rank * heads, heads, sizes.heads)
             else:
-                heads, rows = sizes.heads, self.exchange.local
-                mask = row_ranges(self.mask, self.ranges, self.length)
+                heads, rows, ranges, mask = sizes.heads, self.exchange.local, self.ranges, self.mask
+            mask = in_ranges(mask, ranges, self.by_rank, self.length, self.length)
             options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
             plan = make_plan(mask, rows, self.length, **options, config=None, row_order=None)
             self._plans[key] = plan

@@ -63,7 +63,7 @@ class Costs:
         work = (counts.partial + counts.full).double().sum(1)  # of each mask
         scores = float(work.mean()) * tiles.block_m * tiles.block_n
         by_head = survey.mask_batch == 1 and len(work) == survey.mask_heads
-        longest = max(sum(stop - first for first, stop in ranges) for ranges in assignment.ranges)
+        longest = max(assignment.tokens)
         work_of_heads = tuple(work.tolist()) if by_head else (1.0,)
         return Costs(scores, assignment.imbalance, work_of_heads, length, longest, len(assignment.ranges))
 

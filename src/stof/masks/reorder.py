@@ -1,4 +1,4 @@
-"""A mask of queries and keys that were put into another order, and of some ranges of queries."""
+"""A mask of queries and keys in another order: any permutation, or ranges of them."""
 
 from __future__ import annotations
 
@@ -78,58 +78,84 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RowRanges(Wrapped):
-    """Some queries of the inner mask; see `row_ranges`.
+class InRanges(Wrapped):
+    """Ranges of queries and keys of the inner mask, one after the other; see `in_ranges`.
 
     Attributes:
-        ranges: of queries, `(first, end)`.
-        q_len: queries of the inner mask.
+        rows, columns: ranges of queries and of keys, `(first, end)`.
+        q_len, kv_len: lengths of the inner mask.
     """
 
-    ranges: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[tuple[int, int], ...]
     q_len: int
+    kv_len: int
 
-    allows_negative_queries = False
-    grows = False
-    row_orders = ()  # those of the inner mask are for all of its rows
+    allows_negative_queries = allows_negative_keys = grows = False
+    row_orders = ()  # those of the inner mask are for its own order
 
     @property
     def has_monotonic_ranges(self) -> bool:
-        return self.mask.has_monotonic_ranges
-
-    def _position(self, query: Positions) -> Positions:
-        """The inner mask's queries; those after the last one continue its range."""
-        if isinstance(query, Range):  # positions ascend
-            return replace(query, low=self._position(query.low), high=self._position(query.high))
-        begins = torch.tensor([0, *accumulate(stop - first for first, stop in self.ranges[:-1])], device=query.device)
-        shifts = torch.tensor([first for first, _ in self.ranges], device=query.device) - begins
-        return query + shifts[torch.searchsorted(begins, query.contiguous(), right=True) - 1]
+        return self.mask.has_monotonic_ranges and list(self.columns) == sorted(self.columns)
 
     def _moved(self, index: Index) -> Index:
-        return replace(index, q=self._position(index.q), q_len=self.q_len)
+        q, kv = _positions(index.q, self.rows, self.q_len), _positions(index.kv, self.columns, self.kv_len)
+        return replace(index, q=q, kv=kv, q_len=self.q_len, kv_len=self.kv_len)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         return self.mask.tile_bounds(self._moved(index))
 
     def check(self, q_len: int, kv_len: int) -> None:
-        rows = sum(stop - first for first, stop in self.ranges)
-        if q_len != rows:
-            raise ShapeError(f"the mask has {rows} queries, in ranges; the call has {q_len}")
-        self.mask.check(self.q_len, kv_len)
+        for name, ranges, length in (("queries", self.rows, q_len), ("keys", self.columns, kv_len)):
+            if _count(ranges) != length:
+                raise ShapeError(f"the mask has {_count(ranges)} {name}, in ranges; the call has {length}")
+        self.mask.check(self.q_len, self.kv_len)
 
     def evaluate(self, index: Index) -> Tensor:
         return self.mask.evaluate(self._moved(index))
 
     def __repr__(self) -> str:
-        return f"row_ranges({self.mask.key}, {list(self.ranges)}, q_len={self.q_len})"
+        ranges = f"{list(self.rows)}, {list(self.columns)}"
+        return f"in_ranges({self.mask.key}, {ranges}, q_len={self.q_len}, kv_len={self.kv_len})"
 
 
-def row_ranges(mask: Mask, ranges: Sequence[tuple[int, int]], q_len: int) -> Mask:
-    """Some queries of a mask of `q_len` queries, all keys.
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - first for first, stop in ranges)
+
+
+def _positions(at: Positions, ranges: Sequence[tuple[int, int]], length: int) -> Positions:
+    """Positions in a sequence of that length, of positions in ranges of it that follow each other."""
+    begins = torch.tensor([0, *accumulate(stop - first for first, stop in ranges[:-1])], device=at.device)
+    shifts = torch.tensor([first for first, _ in ranges], device=at.device) - begins
+    if not isinstance(at, Range):
+        return at + shifts[torch.searchsorted(begins, at.contiguous(), right=True) - 1]
+    first, last = (torch.searchsorted(begins, end.contiguous(), right=True) - 1 for end in (at.low, at.high))
+    inside = first == last  # else within several ranges, of which nothing is known
+    low = torch.where(inside, at.low + shifts[first], 0)
+    high = torch.where(inside, at.high + shifts[first], length - 1)
+    return replace(at, low=low, high=high)
+
+
+def in_ranges(
+    mask: Mask, rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]], q_len: int, kv_len: int
+) -> Mask:
+    """Some queries and keys of a mask of `q_len` queries and `kv_len` keys, in another order.
 
     Args:
-        ranges: `(first, end)` of queries, ascending and not empty.
+        rows, columns: ranges `(first, end)` of queries and keys in their order, none empty.
     """
-    if len(ranges) == 1:
-        return placed(mask, ranges[0][0], q_len=q_len)
-    return RowRanges(mask, tuple(ranges), q_len)
+    rows, columns = joined(rows), joined(columns)
+    if len(rows) == len(columns) == 1:
+        return placed(mask, rows[0][0], columns[0][0], q_len=q_len, kv_len=kv_len)
+    return InRanges(mask, rows, columns, q_len, kv_len)
+
+
+def joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same positions, with ranges joined that follow each other."""
+    out = [ranges[0]]
+    for first, stop in ranges[1:]:
+        if first == out[-1][1]:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((first, stop))
+    return tuple(out)
