@@ -172,9 +172,18 @@ def check_contexts(rank: int) -> None:
             dist.all_reduce(gradient)
             torch.testing.assert_close(gradient, wanted, atol=1e-12, rtol=1e-11)
 
-    for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.complex64):
+    for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.complex64, torch.uint16):
         x = (torch.arange(3 * LENGTH) % 2).view(3, LENGTH).to(dtype)
         assert torch.equal(shards.join(shards.split(x, -1), 1), x)
+    x = (torch.arange(LENGTH) * (1 - 2j))[:, None]
+    for view in (x.conj(), x.conj().imag):  # not what lies in memory
+        assert torch.equal(shards.join(shards.split(view, 0), 0), view)
+    assert torch.equal(shards.join(shards.split(x, 0).conj().imag, 0), x.conj().imag)
+    negative = [shards.split(t, 2).to(torch.complex128).mul(1j).conj().imag for t in tensors[:3]]
+    assert all(t.is_neg() for t in negative)
+    for way in ("heads", "keys"):
+        out = shards.join(stof.distributed.attention(*negative, shards, way=way), 2)
+        torch.testing.assert_close(out, stof.attention(*(-x for x in tensors[:3]), masks.causal()))
     x = tensors[0].clone().requires_grad_()
     joined = shards.join(shards.split(x, 2).sin(), 2)
     (gradient,) = torch.autograd.grad((joined * tensors[0]).sum() / dist.get_world_size(), x)

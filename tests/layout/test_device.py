@@ -21,6 +21,7 @@ from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
 from stof.masks.gpu_program import DEPTH, programs_of
 from stof.masks.per_head import for_batch, for_heads
+from stof.masks.reorder import in_ranges
 from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
@@ -166,6 +167,20 @@ def test_parts_that_end_early(name: str) -> None:
     assert programs_of(part, 69, 68, [(0, 0)]) is not None
     assert_same(part, 69, 68, LayoutConfig(16, 32), **sizes)
     assert_same(masks.transposed(part), 68, 69, LayoutConfig(16, 32), **sizes)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ranges_in_another_order(name: str) -> None:
+    """Keys in ranges that begin between words have a program; others are left to torch."""
+    mask = in_ranges(PATTERNS[name], [(40, 75), (3, 20)], [(0, 32), (50, 82), (64, 71)], 90, 90)
+    assert programs_of(mask, 52, 71, [(0, 0)]) is not None
+    assert_same(mask, 52, 71, LayoutConfig(16, 128))
+    assert programs_of(masks.transposed(mask), 71, 52, [(0, 0)]) is None
+    mask = in_ranges(PATTERNS[name], [(40, 72), (3, 20)], [(50, 75), (0, 32), (33, 40)], 90, 90)
+    assert programs_of(masks.transposed(mask), 64, 49, [(0, 0)]) is not None
+    assert_same(masks.transposed(mask), 64, 49, LayoutConfig(32, 32))
+    assert programs_of(mask & masks.causal(), 49, 64, [(0, 0)]) is None
 
 
 MOST = 2**31 - 1

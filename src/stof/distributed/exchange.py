@@ -43,7 +43,7 @@ class Exchange:
         """All-gather: rows `[local, ...]` of every rank as `[S, ...]`."""
         longest = max(self.tokens)
         missing = longest - self.local
-        x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else x.contiguous()
+        x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else _plain(x)
         out = x.new_empty(self.ranks * longest, *x.shape[1:])
         # As bytes, because gloo lacks some dtypes.
         _all_gather(out[..., None].view(torch.uint8), x[..., None].view(torch.uint8), group=self.group)
@@ -60,7 +60,7 @@ class Exchange:
     def to_ranks(self, x: Tensor) -> Tensor:
         """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
         out = x.new_empty(self.ranks * self.local, *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), [self.local] * self.ranks, self.tokens, group=self.group)
+        dist.all_to_all_single(out, _plain(x), [self.local] * self.ranks, self.tokens, group=self.group)
         return out.unflatten(0, (self.ranks, -1))
 
     def sum_to_ranks(self, x: Tensor) -> Tensor:
@@ -89,6 +89,11 @@ class Exchange:
         return tuple(outs)
 
 
+def _plain(x: Tensor) -> Tensor:
+    """As it lies in memory; views may be negative or conjugate."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def _sum(parts: Tensor) -> Tensor:
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
     for part in parts[1:]:
@@ -113,7 +118,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 def _copy(target: Tensor, source: Tensor) -> None:
     """`target.copy_(source)`, in words of 64 bits if possible: twice as fast for 16-bit numbers in another order."""
     count = 8 // source.itemsize
-    if all(
+    if not source.is_neg() and all(
         x.stride(-1) == 1 and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
         for x in (target, source)
     ):

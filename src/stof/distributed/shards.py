@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stof.distributed.agreement import agree, mask_facts, rows_facts
 from stof.distributed.exchange import Exchange, Join
-from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
+from stof.distributed.row_ranges import Assignment, Range, assign_rows, geometry_of, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
 from stof.layout import LayoutConfig
@@ -47,11 +48,8 @@ class Shards:
         self.ranges, self.tokens = assignment.ranges[self.rank], assignment.tokens
         self.exchange = Exchange(mesh.get_group(), self.rank, self.tokens)
         self.positions = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.ranges])
-        # Exchanged tokens come in the order of ranks: these ranges, and positions where that is not their order.
+        # Exchanged tokens come in the order of ranks, in these ranges.
         self.by_rank = joined([held for ranges in assignment.ranges for held in ranges])
-        self.order: Tensor | None = None
-        if len(self.by_rank) > 1:
-            self.order = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.by_rank])
         # Whether all ranks were found to make the same first call of attention.
         self.agreed = self.ranks == 1
         self._ways: dict[Sizes, str] = {}
@@ -78,7 +76,7 @@ class Shards:
         dim = self._dimension(tensor, dim, self.length, "a full tensor")
         if self.ranks == 1:
             return tensor
-        return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in self.ranges], dim)
+        return concatenated(tensor, self.ranges, dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, of each rank's tokens.
@@ -98,7 +96,9 @@ class Shards:
         if self.ranks == 1:
             return tensor
         by_rank: Tensor = Join.apply(self.exchange, tensor, dim)
-        return by_rank if self.order is None else by_rank.index_select(dim, self.order.argsort())
+        parts = by_rank.split([stop - first for first, stop in self.by_rank], dim)
+        in_order = sorted(zip(self.by_rank, parts, strict=True), key=lambda each: each[0])
+        return torch.cat([part for _, part in in_order], dim) if len(parts) > 1 else by_rank
 
     def with_mask(self, mask: Any) -> Shards:
         """The same tokens on the same ranks under another mask: layers of one model have several.
@@ -176,6 +176,11 @@ class Shards:
 
     def __repr__(self) -> str:
         return f"Shards({shown(self.mask)}, length={self.length}, rank={self.rank}, tokens={self.tokens})"
+
+
+def concatenated(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
+    """Ranges of a dimension, one after the other."""
+    return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in ranges], dim)
 
 
 def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from stof.masks import rules
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
 from stof.masks.per_head import EntryRange, PerHead
+from stof.masks.reorder import InRanges, begins_of
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
 WIDTH = 9
@@ -25,6 +26,8 @@ DEPTH = 5
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
+# Keys that kernels look at together: bits of a word.
+_WORD = 32
 # Positions in a tile past the last key.
 _PAST_THE_END = 2**9
 # Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
@@ -58,6 +61,10 @@ class Op(IntEnum):
     DOCUMENT = 13  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
     CHOSEN_BLOCK = 14  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
     CHOSEN_BLOCK_OF_KEY = 15  # 1 when i div size is among the `entries` numbers of row j div size - extra
+    # Not tests, and first in a program: from here on, queries or keys are positions in ranges of a sequence of `extra`.
+    # The table has the `entries` positions where the ranges begin in the program, then what those are moved by.
+    QUERY_IN_RANGES = 16
+    KEY_IN_RANGES = 17
 
 
 class _NotWritableError(Exception):
@@ -170,9 +177,31 @@ class _Writer:
     def program(self, mask: Mask, b: int, h: int) -> list[int]:
         """Instructions of one (batch, head) mask."""
         self.b, self.h, self.code = b, h, []
-        if self.write(mask, _Place(0, 0, False)) > DEPTH:
+        at, lengths = _Place(0, 0, False), (self.q_len, self.kv_len)
+        if type(mask) is Transposed and type(mask.mask) is InRanges:
+            mask, at = mask.mask, at.transposed()
+        if type(mask) is InRanges:
+            self.move(mask, at.swapped)
+            mask = mask.mask
+        deepest = self.write(mask, at)
+        self.q_len, self.kv_len = lengths
+        if deepest > DEPTH:
             raise _NotWritableError
         return self.code
+
+    def move(self, mask: InRanges, swapped: bool) -> None:
+        """From here on, the program's positions are those of the inner mask."""
+        parts = ((mask.rows, mask.q_len), (mask.columns, mask.kv_len))
+        (queries, self.q_len), (keys, self.kv_len) = parts[::-1] if swapped else parts
+        if any(begin % _WORD for begin in begins_of(keys)):
+            raise _NotWritableError
+        for op, ranges, length in (
+            (Op.QUERY_IN_RANGES, queries, self.q_len),
+            (Op.KEY_IN_RANGES, keys, self.kv_len),
+        ):
+            begins = begins_of(ranges)
+            table = self.table([*begins, *(first - begin for (first, _), begin in zip(ranges, begins, strict=True))])
+            self.add(op, size=len(ranges).bit_length(), table=table, entries=len(ranges), extra=length)
 
     def write(self, mask: Mask, at: _Place) -> int:
         """Add the instructions of `mask` at some positions; returns how deep the stack gets."""

@@ -123,9 +123,14 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - first for first, stop in ranges)
 
 
+def begins_of(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each range begins when they follow each other."""
+    return [0, *accumulate(stop - first for first, stop in ranges[:-1])]
+
+
 def _positions(at: Positions, ranges: Sequence[tuple[int, int]], length: int) -> Positions:
     """Positions in a sequence of that length, of positions in ranges of it that follow each other."""
-    begins = torch.tensor([0, *accumulate(stop - first for first, stop in ranges[:-1])], device=at.device)
+    begins = torch.tensor(begins_of(ranges), device=at.device)
     shifts = torch.tensor([first for first, _ in ranges], device=at.device) - begins
     if not isinstance(at, Range):
         return at + shifts[torch.searchsorted(begins, at.contiguous(), right=True) - 1]

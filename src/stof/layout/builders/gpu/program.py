@@ -24,6 +24,7 @@ _QUERY_LISTED = tl.constexpr(int(Op.QUERY_LISTED))
 _KEY_LISTED = tl.constexpr(int(Op.KEY_LISTED))
 _DOCUMENT = tl.constexpr(int(Op.DOCUMENT))
 _CHOSEN_BLOCK = tl.constexpr(int(Op.CHOSEN_BLOCK))
+_QUERY_IN_RANGES = tl.constexpr(int(Op.QUERY_IN_RANGES))
 # Table entries looked at together.
 _ENTRIES = tl.constexpr(32)
 
@@ -46,6 +47,26 @@ def _upper_bound(table_ptr, entries, steps, x):
 
 @triton.jit
 @no_type_check
+def _range_of(numbers_ptr, code_ptr, steps, x):
+    """In which range positions are, and what they are moved by, of an instruction that moves them."""
+    table_ptr = numbers_ptr + tl.load(code_ptr + 6)
+    entries = tl.load(code_ptr + 7)
+    number = _upper_bound(table_ptr, entries, steps, x) - 1
+    return number, tl.load(table_ptr + entries + number)
+
+
+@triton.jit
+@no_type_check
+def _moved(numbers_ptr, code_ptr, steps, low, high):
+    """Positions from low to high, moved; of those in several ranges nothing is known."""
+    first, move = _range_of(numbers_ptr, code_ptr, steps, low)
+    last, _ = _range_of(numbers_ptr, code_ptr, steps, high)
+    length = tl.load(code_ptr + 8)
+    return tl.where(first == last, low + move, 0), tl.where(first == last, high + move, length - 1)
+
+
+@triton.jit
+@no_type_check
 def program_bits(numbers_ptr, start, q, kv):
     """Bits of the scores that the program at `start` keeps, of queries `[M, 1]` and 32 keys from each of `[1, W]` on.
 
@@ -59,7 +80,13 @@ def program_bits(numbers_ptr, start, q, kv):
         op = tl.load(code_ptr)
         low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
         size, i_shift, j_shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4), tl.load(code_ptr + 5)
-        if op == _NOT:
+        if op == _QUERY_IN_RANGES:
+            _, move = _range_of(numbers_ptr, code_ptr, size, q)
+            q += move
+        elif op > _QUERY_IN_RANGES:
+            _, move = _range_of(numbers_ptr, code_ptr, size, kv)
+            kv += move
+        elif op == _NOT:
             s0 = ~s0
         elif op < _DISTANCE:
             s0 = tl.where(op == _AND, s0 & s1, s0 | s1)
@@ -187,7 +214,11 @@ def program_bounds(numbers_ptr, start, q_low, q_high, kv_low, kv_high):
         op = tl.load(code_ptr)
         low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
         size, i_shift, j_shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4), tl.load(code_ptr + 5)
-        if op == _NOT:
+        if op == _QUERY_IN_RANGES:
+            q_low, q_high = _moved(numbers_ptr, code_ptr, size, q_low, q_high)
+        elif op > _QUERY_IN_RANGES:
+            kv_low, kv_high = _moved(numbers_ptr, code_ptr, size, kv_low, kv_high)
+        elif op == _NOT:
             top = nothing & 1
             nothing = (nothing & ~1) | (everything & 1)
             everything = (everything & ~1) | top
