@@ -18,7 +18,7 @@ WAYS = ("heads", "keys")
 
 # Operations and bytes per second of one GPU, for four H200s over NVLink: rough values that only rank the two ways.
 OPERATIONS = 7e14
-BANDWIDTH = {"heads": 2e11, "keys": 2.5e11}
+BANDWIDTH = {"heads": 2.2e11, "keys": 2.6e11}
 
 
 @dataclass(frozen=True)
