@@ -1,7 +1,8 @@
-"""Exchanges between ranks with gradients: heads against tokens, keys of all ranks, and whole tensors.
+"""Differentiable exchanges between ranks: tokens for heads by all-to-all, gathered keys, and whole tensors.
 
-Tensors are moved as rows `[S, ...]`, the tokens of one rank after those of another. Gradients are summed over ranks
-locally, in the order of ranks and in at least 32 bits: two equal calls give equal bits.
+Tensors are moved as rows `[S, ...]`, one for each token, in the order of ranks: not that of the sequence where a rank
+holds several ranges. Each rank receives the gradients of all ranks and adds them in the order of ranks, in at least 32
+bits: two equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# PyTorch 2.13 renamed it.
+# Its name from PyTorch 2.13 on, else the former name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -52,13 +53,13 @@ class Exchange:
         return torch.cat([part[:count] for part, count in zip(out.chunk(self.ranks), self.tokens, strict=True)])
 
     def from_ranks(self, x: Tensor) -> Tensor:
-        """Send contiguous rows `[local, ...]` to each rank, `[ranks, local, ...]`; `[S, ...]`."""
+        """All-to-all: send contiguous `x[r]` of `[ranks, local, ...]` to rank r; `[S, ...]` of all senders."""
         out = x.new_empty(sum(self.tokens), *x.shape[2:])
         dist.all_to_all_single(out, x.flatten(0, 1), self.tokens, [self.local] * self.ranks, group=self.group)
         return out
 
     def to_ranks(self, x: Tensor) -> Tensor:
-        """The reverse: send rows `[S, ...]` to the ranks that hold them; `[ranks, local, ...]`, sender by sender."""
+        """The reverse of `from_ranks`: send each rank its rows of `[S, ...]`; `[ranks, local, ...]` by sender."""
         out = x.new_empty(self.ranks * self.local, *x.shape[1:])
         dist.all_to_all_single(out, _plain(x), [self.local] * self.ranks, self.tokens, group=self.group)
         return out.unflatten(0, (self.ranks, -1))
@@ -90,7 +91,7 @@ class Exchange:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """As it lies in memory; views may be negative or conjugate."""
+    """Contiguous, and without the negation or conjugation that a view may stand for: exchanges read memory."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
@@ -107,7 +108,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`, for one message; heads are copied anyway."""
+    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`, for one message; most are copied anyway."""
     widths = [x.shape[-2] * x.shape[-1] for x in tensors]
     out = tensors[0].new_empty(*tensors[0].shape[:-2], sum(widths))
     for x, part in zip(tensors, out.split(widths, -1), strict=True):
@@ -127,7 +128,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _unpacked(x: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The reverse, as views `[B, H, S, D]` of `[S, B, columns]`, with the heads and head dimensions of `like`."""
+    """The reverse of `_packed`: views `[B, H, S, D]` of `[S, B, columns]`, with heads and head dimensions of `like`."""
     shapes = [each.shape[-2:] for each in like]
     parts = x.split([heads * dim for heads, dim in shapes], -1)
     return tuple(part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(parts, shapes, strict=True))

@@ -186,9 +186,9 @@ def concatenated(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
 def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
     """Split a sequence over the ranks of a mesh, with about equal work under a mask.
 
-    Every rank calls it with the same arguments, which is checked. Ranks hold equal numbers of tokens, in one range or in
-    several that balance the work: under a causal mask an early and a late one. The mask is copied: later changes of its
-    tensors have no effect.
+    Every rank calls it with the same arguments, which is checked. Ranks hold equal numbers of tokens if that balances
+    the work, in one range or several: under a causal mask an early and a late one. The mask is copied: later changes of
+    its tensors have no effect.
 
     Args:
         mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function, text or None, of all

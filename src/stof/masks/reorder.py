@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reordered(Wrapped):
-    """Kept where the inner mask keeps the original positions."""
+    """Query `i` sees key `j` where query `rows[i]` of the inner mask sees key `columns[j]`."""
 
     rows: Tensor | None
     columns: Tensor | None
@@ -31,7 +31,7 @@ class Reordered(Wrapped):
 
     @property
     def row_orders(self) -> tuple[str, ...]:
-        return ()  # those of the inner mask are for its own order
+        return ()  # those of the inner mask are for the order of its queries
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):
@@ -79,7 +79,7 @@ def reordered(mask: Mask, rows: Tensor | None = None, columns: Tensor | None = N
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InRanges(Wrapped):
-    """Ranges of queries and keys of the inner mask, one after the other; see `in_ranges`.
+    """The inner mask for ranges of its queries and keys, in the order of these ranges; see `in_ranges`.
 
     Attributes:
         rows, columns: ranges of queries and of keys, `(first, end)`.
@@ -92,7 +92,7 @@ class InRanges(Wrapped):
     kv_len: int
 
     allows_negative_queries = allows_negative_keys = grows = False
-    row_orders = ()  # those of the inner mask are for its own order
+    row_orders = ()  # those of the inner mask are for the order of its queries
 
     @property
     def has_monotonic_ranges(self) -> bool:
@@ -129,25 +129,27 @@ def begins_of(ranges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _positions(at: Positions, ranges: Sequence[tuple[int, int]], length: int) -> Positions:
-    """Positions in a sequence of that length, of positions in ranges of it that follow each other."""
+    """Map positions among ranges that follow each other to positions in the sequence of that length."""
     begins = torch.tensor(begins_of(ranges), device=at.device)
     shifts = torch.tensor([first for first, _ in ranges], device=at.device) - begins
     if not isinstance(at, Range):
         return at + shifts[torch.searchsorted(begins, at.contiguous(), right=True) - 1]
-    first, last = (torch.searchsorted(begins, end.contiguous(), right=True) - 1 for end in (at.low, at.high))
-    inside = first == last  # else within several ranges, of which nothing is known
-    low = torch.where(inside, at.low + shifts[first], 0)
-    high = torch.where(inside, at.high + shifts[first], length - 1)
+    number, last = (torch.searchsorted(begins, end.contiguous(), right=True) - 1 for end in (at.low, at.high))
+    inside = number == last  # else they lie in several ranges, and may be anywhere in the sequence
+    low = torch.where(inside, at.low + shifts[number], 0)
+    high = torch.where(inside, at.high + shifts[number], length - 1)
     return replace(at, low=low, high=high)
 
 
 def in_ranges(
     mask: Mask, rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]], q_len: int, kv_len: int
 ) -> Mask:
-    """Some queries and keys of a mask of `q_len` queries and `kv_len` keys, in another order.
+    """A mask for some of its queries and keys, in another order.
 
     Args:
-        rows, columns: ranges `(first, end)` of queries and keys in their order, none empty.
+        mask: of `q_len` queries and `kv_len` keys.
+        rows, columns: ranges `(first, end)` of queries and of keys, none empty; the call has them in this order.
+        q_len, kv_len: lengths of `mask`, not of the call.
     """
     rows, columns = joined(rows), joined(columns)
     if len(rows) == len(columns) == 1:
