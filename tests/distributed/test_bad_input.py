@@ -77,8 +77,8 @@ def check_shard(rank: int, mesh: DeviceMesh) -> None:
     refuse(RankMismatchError, text, lambda: shard(lambda b, h, q, k: (k - q) % LENGTH == reach))
     # Which depends on the head is compared where the heads are known.
     of_heads = shard(lambda b, h, q, k: (k - q) % LENGTH == h * reach)
-    q, k = (of_heads.split(torch.zeros(1, heads, LENGTH, 8), 2) for heads in (2, 1))
     for shards in (of_heads, stof.distributed.shard(masks.causal(), LENGTH, mesh)):
+        q, k = (shards.split(torch.zeros(1, heads, LENGTH, 8), 2) for heads in (2, 1))
         if shards is not of_heads:
             stof.distributed.attention(q, k, k, shards)
             shards = shards.with_mask(of_heads.mask)
@@ -101,8 +101,8 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
         def attend(*tensors: Any, shards: Any = shards, **options: Any) -> Any:
             return stof.distributed.attention(*(tensors or ready), shards, **options)
 
-        other = stof.distributed.shard(masks.causal(), LENGTH - 2, mesh)
-        split = [other.split(x[:, :, : LENGTH - 2], 2) for x in (q, k, v)]
+        other = stof.distributed.shard(masks.causal(), LENGTH - 4, mesh)
+        split = [other.split(x[:, :, : LENGTH - 4], 2) for x in (q, k, v)]
         refuse(ShapeError, "rank . holds 1. of 33 tokens, q has 1.", lambda a=split, f=attend: f(*a))
         refuse(ShapeError, "q has 33 and k 33; split the", lambda f=attend: f(q, k, v))
         refuse(HeadCountError, '3 query heads do not .*; use way="keys"', lambda f=attend: f(way="heads"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.attention import attention as local_attention
 from stof.distributed.agreement import agree
 from stof.distributed.exchange import GatherKeys, HeadsToTokens, TokensToHeads
-from stof.distributed.shards import Shards, concatenated
+from stof.distributed.shards import Shards
 from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
 from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StofError, UnsupportedError, shown
 from stof.plans.plan import Plan
@@ -135,7 +135,7 @@ def attention(
         sizes = Sizes.of(q, k, v)
         taken = way or ("keys" if bias is not None else shards.way_for(sizes))
         check_way(taken, sizes.heads, shards.ranks)
-        plan = shards.plan(taken, sizes, q.device)
+        plan = shards.plan(taken, sizes, q.device, in_order=bias is not None)
         if not shards.agreed:
             facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
             facts |= {"whether there is a bias": bias is not None, "whether there are sinks": sinks is not None}
@@ -151,8 +151,8 @@ def attention(
         out, lse = _by_heads(q, k, v, shards, plan, sinks, options, return_lse)
     else:
         k, v = GatherKeys.apply(shards.exchange, k, v)
-        if bias is not None and bias.shape[3] > 1 and len(shards.by_rank) > 1:
-            bias = concatenated(bias, shards.by_rank, 3)  # keys come in the order of ranks
+        if bias is not None:  # whose columns are in the order of the sequence
+            k, v = shards.in_order(k, 2), shards.in_order(v, 2)
         out, lse = local_attention(q, k, v, plan, bias=bias, sinks=sinks, **options, return_lse=True)
     return (out, lse) if return_lse else out
 

@@ -48,8 +48,8 @@ class Exchange:
         out = x.new_empty(self.ranks * longest, *x.shape[1:])
         # As bytes, because gloo lacks some dtypes.
         _all_gather(out[..., None].view(torch.uint8), x[..., None].view(torch.uint8), group=self.group)
-        if len(out) == sum(self.tokens):
-            return out
+        if all(count == longest for count in self.tokens[:-1]):
+            return out[: sum(self.tokens)]
         return torch.cat([part[:count] for part, count in zip(out.chunk(self.ranks), self.tokens, strict=True)])
 
     def from_ranks(self, x: Tensor) -> Tensor:
@@ -75,6 +75,8 @@ class Exchange:
 
     def tokens_to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
+        if len({x.dtype for x in tensors}) > 1:  # as gradients of the output and of its log-sum-exp
+            return tuple(self.tokens_to_heads(x)[0] for x in tensors)
         by_rank = [x.unflatten(1, (self.ranks, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
         return _unpacked(self.from_ranks(_packed(by_rank)), by_rank)
 
@@ -120,7 +122,9 @@ def _copy(target: Tensor, source: Tensor) -> None:
     """`target.copy_(source)`, in words of 64 bits if possible: twice as fast for 16-bit numbers in another order."""
     count = 8 // source.itemsize
     if not source.is_neg() and all(
-        x.stride(-1) == 1 and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        x.stride(-1) == 1
+        and x.data_ptr() % 8 == 0
+        and not any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
         for x in (target, source)
     ):
         target, source = target.view(torch.int64), source.view(torch.int64)

@@ -134,7 +134,8 @@ def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[Range]]:
         rank = min((rank for rank in range(ranks) if len(held[rank]) < count), key=loads.__getitem__)
         held[rank].append(pieces[n])
         loads[rank] += work[n]
-    return sorted(sorted(pieces) for pieces in held)
+    # The last piece, which may end within a row block, comes last: all other ranges begin between row blocks.
+    return sorted(map(sorted, held), key=lambda pieces: pieces[-1])
 
 
 def _equal_pieces(blocks: int, count: int) -> list[Range]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stof.distributed.agreement import agree, mask_facts, rows_facts
 from stof.distributed.exchange import Exchange, Join
-from stof.distributed.row_ranges import Assignment, Range, assign_rows, geometry_of, tiles_by_row_block, weigh
+from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
 from stof.layout import LayoutConfig
@@ -76,7 +75,7 @@ class Shards:
         dim = self._dimension(tensor, dim, self.length, "a full tensor")
         if self.ranks == 1:
             return tensor
-        return concatenated(tensor, self.ranges, dim)
+        return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in self.ranges], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, of each rank's tokens.
@@ -96,9 +95,15 @@ class Shards:
         if self.ranks == 1:
             return tensor
         by_rank: Tensor = Join.apply(self.exchange, tensor, dim)
+        return self.in_order(by_rank, dim)
+
+    def in_order(self, by_rank: Tensor, dim: int) -> Tensor:
+        """Tokens of all ranks in the order of the sequence."""
+        if len(self.by_rank) == 1:
+            return by_rank
         parts = by_rank.split([stop - first for first, stop in self.by_rank], dim)
         in_order = sorted(zip(self.by_rank, parts, strict=True), key=lambda each: each[0])
-        return torch.cat([part for _, part in in_order], dim) if len(parts) > 1 else by_rank
+        return torch.cat([part for _, part in in_order], dim)
 
     def with_mask(self, mask: Any) -> Shards:
         """The same tokens on the same ranks under another mask: layers of one model have several.
@@ -139,9 +144,9 @@ class Shards:
             way = self._ways[sizes] = choose_way(self.costs, sizes)
         return way
 
-    def plan(self, way: str, sizes: Sizes, device: torch.device) -> Plan:
-        """The plan of this rank's attention: of its heads, or of its rows."""
-        key = (way, sizes.batch, sizes.heads, device)
+    def plan(self, way: str, sizes: Sizes, device: torch.device, in_order: bool) -> Plan:
+        """The plan of this rank's attention: of its heads, or of its rows. Keys come in the order of ranks, or not."""
+        key = (way, sizes.batch, sizes.heads, device, in_order)
         plan = self._plans.get(key)
         if plan is None:
             if way == "heads":
@@ -149,7 +154,8 @@ class Shards:
                 mask = for_heads(self.mask, self.rank * heads, heads, sizes.heads)
             else:
                 heads, rows, ranges, mask = sizes.heads, self.exchange.local, self.ranges, self.mask
-            mask = in_ranges(mask, ranges, self.by_rank, self.length, self.length)
+            columns = [(0, self.length)] if in_order else self.by_rank
+            mask = in_ranges(mask, ranges, columns, self.length, self.length)
             options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
             plan = make_plan(mask, rows, self.length, **options, config=None, row_order=None)
             self._plans[key] = plan
@@ -178,17 +184,12 @@ class Shards:
         return f"Shards({shown(self.mask)}, length={self.length}, rank={self.rank}, tokens={self.tokens})"
 
 
-def concatenated(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
-    """Ranges of a dimension, one after the other."""
-    return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in ranges], dim)
-
-
 def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
     """Split a sequence over the ranks of a mesh, with about equal work under a mask.
 
-    Every rank calls it with the same arguments, which is checked. Ranks hold equal numbers of tokens if that balances
-    the work, in one range or several: under a causal mask an early and a late one. The mask is copied: later changes of
-    its tensors have no effect.
+    Every rank calls it with the same arguments, which is checked. Ranks hold about equal numbers of tokens if that
+    balances the work, in one range or several: under a causal mask an early and a late one. The mask is copied: later
+    changes of its tensors have no effect.
 
     Args:
         mask: a mask from `stof.masks`, a bool tensor, a FlexAttention `BlockMask`, a function, text or None, of all

@@ -90,8 +90,9 @@ def key_head_repeats(sizes: Sizes, ranks: int) -> int:
 def exchanged_bytes(costs: Costs, sizes: Sizes, way: str) -> float:
     """Bytes that the heaviest rank sends or receives in the forward pass."""
     per_key = sizes.head_dim + sizes.value_dim
+    numbers: float
     if way == "keys":
-        numbers = (costs.length - costs.length / costs.ranks) * sizes.kv_heads * per_key
+        numbers = costs.longest * (costs.ranks - 1) * sizes.kv_heads * per_key
     else:
         kv_heads = sizes.kv_heads * key_head_repeats(sizes, costs.ranks)
         numbers = costs.longest * (1 - 1 / costs.ranks) * (sizes.heads + kv_heads) * per_key

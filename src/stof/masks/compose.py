@@ -330,7 +330,7 @@ class Placed(Wrapped):
 class Transposed(Wrapped):
     """The inner mask with queries and keys swapped; see `transposed`."""
 
-    deepest = DEEPEST + 1  # every mask has a transpose
+    deepest = DEEPEST + 2  # every mask has a transpose, and so have ranges of it
 
     @property
     def allows_negative_queries(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
 from stof.masks.bounds import Range, TileBounds
-from stof.masks.compose import Mask, Wrapped, placed
+from stof.masks.compose import DEEPEST, Mask, Wrapped, placed
 from stof.masks.index import Index
 from stof.masks.snapshots import identity, snapshot
 
@@ -91,12 +91,14 @@ class InRanges(Wrapped):
     q_len: int
     kv_len: int
 
+    deepest = DEEPEST + 1
     allows_negative_queries = allows_negative_keys = grows = False
     row_orders = ()  # those of the inner mask are for the order of its queries
 
     @property
     def has_monotonic_ranges(self) -> bool:
-        return self.mask.has_monotonic_ranges and list(self.columns) == sorted(self.columns)
+        in_order = all(list(ranges) == sorted(ranges) for ranges in (self.rows, self.columns))
+        return in_order and self.mask.has_monotonic_ranges
 
     def _moved(self, index: Index) -> Index:
         q, kv = _positions(index.q, self.rows, self.q_len), _positions(index.kv, self.columns, self.kv_len)
@@ -152,6 +154,8 @@ def in_ranges(
         q_len, kv_len: lengths of `mask`, not of the call.
     """
     rows, columns = joined(rows), joined(columns)
+    if (rows, columns) == (((0, q_len),), ((0, kv_len),)):
+        return mask
     if len(rows) == len(columns) == 1:
         return placed(mask, rows[0][0], columns[0][0], q_len=q_len, kv_len=kv_len)
     return InRanges(mask, rows, columns, q_len, kv_len)
