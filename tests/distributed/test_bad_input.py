@@ -82,7 +82,7 @@ def check_shard(rank: int, mesh: DeviceMesh) -> None:
         if shards is not of_heads:
             stof.distributed.attention(q, k, k, shards)
             shards = shards.with_mask(of_heads.mask)
-        refuse(RankMismatchError, text, lambda s=shards: stof.distributed.attention(q, k, k, s))
+        refuse(RankMismatchError, text, lambda q=q, k=k, s=shards: stof.distributed.attention(q, k, k, s))
         stof.distributed.attention(q[:, :1], k, k, shards)
     wrong = masks.documents([0] * (LENGTH if rank == 0 else 5))
     if rank == 0:
