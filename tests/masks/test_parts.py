@@ -58,7 +58,6 @@ def test_a_part_may_end_before_its_mask(name: str) -> None:
     assert torch.equal(plan.to_dense().expand_as(expected), expected)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [
