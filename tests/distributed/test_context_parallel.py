@@ -208,7 +208,7 @@ def check_contexts(rank: int) -> None:
     assert "of another mask" in window.explain()
 
     text = shards.explain(*(x.to("meta") for x in local))
-    assert "in at most 2 ranges for each rank" in text
+    assert "in up to 2 ranges for each rank" in text
     assert "(taken)" in text
     assert len(text.splitlines()) == 2 + dist.get_world_size() + 2
 

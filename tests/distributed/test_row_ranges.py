@@ -28,7 +28,7 @@ def assigned(mask: Mask, length: int, ranks: int) -> tuple[Assignment, Costs]:
     geometry = geometry_of(length, ranks)
     counted = survey(mask, length, length, (geometry,), batch=mask.batch, heads=mask.heads)
     assignment = assign_rows(tiles_by_row_block(counted, geometry), length, ranks)
-    return assignment, Costs.of(counted, geometry, assignment, length)
+    return assignment, Costs.of(counted, geometry, assignment)
 
 
 def tokens(assignment: Assignment) -> list[int]:

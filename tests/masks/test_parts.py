@@ -9,6 +9,7 @@ import stof
 from stof import masks
 from stof.errors import MaskError, ShapeError
 from stof.masks import Mask
+from stof.masks.compose import DEEPEST
 from stof.masks.per_head import for_batch, for_heads
 from stof.masks.reorder import in_ranges
 
@@ -84,6 +85,16 @@ def test_ranges_in_another_order(name: str, rows: list[tuple[int, int]], columns
         assert plan.statistics().full_tiles == same.statistics().full_tiles
     with pytest.raises(ShapeError):
         part.check(51, len(seen))
+
+
+def test_the_deepest_mask_in_ranges_has_a_transpose() -> None:
+    mask = masks.causal()
+    for level in range(DEEPEST):
+        mask = mask & masks.full() if level % 2 else mask | masks.sliding_window(0)
+    part = in_ranges(mask, [(4, 8), (0, 4)], [(0, 8)], 8, 8)
+    assert torch.equal(masks.transposed(part).to_dense(8, 8), part.to_dense(8, 8).mT)
+    with pytest.raises(MaskError, match="levels"):
+        part & masks.full()
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -135,7 +135,7 @@ def attention(
         sizes = Sizes.of(q, k, v)
         taken = way or ("keys" if bias is not None else shards.way_for(sizes))
         check_way(taken, sizes.heads, shards.ranks)
-        plan = shards.plan(taken, sizes, q.device, in_order=bias is not None)
+        plan = shards.plan(taken, sizes, q.device, sorted_keys=bias is not None)
         if not shards.agreed:
             facts = {"dtype": q.dtype, **asdict(sizes), "way": taken, "scale": scale, "softcap": softcap}
             facts |= {"whether there is a bias": bias is not None, "whether there are sinks": sinks is not None}
@@ -151,8 +151,8 @@ def attention(
         out, lse = _by_heads(q, k, v, shards, plan, sinks, options, return_lse)
     else:
         k, v = GatherKeys.apply(shards.exchange, k, v)
-        if bias is not None:  # whose columns are in the order of the sequence
-            k, v = shards.in_order(k, 2), shards.in_order(v, 2)
+        if bias is not None:  # its columns are in the order of the sequence
+            k, v = shards.in_sequence_order(k, 2), shards.in_sequence_order(v, 2)
         out, lse = local_attention(q, k, v, plan, bias=bias, sinks=sinks, **options, return_lse=True)
     return (out, lse) if return_lse else out
 

@@ -110,7 +110,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """`[..., B, H, D]` each as one contiguous `[..., B, sum of H * D]`, for one message; most are copied anyway."""
+    """Copy tensors `[..., B, H, D]` into one contiguous `[..., B, sum of H * D]`, which one exchange sends."""
     widths = [x.shape[-2] * x.shape[-1] for x in tensors]
     out = tensors[0].new_empty(*tensors[0].shape[:-2], sum(widths))
     for x, part in zip(tensors, out.split(widths, -1), strict=True):
@@ -119,7 +119,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`, in words of 64 bits if possible: twice as fast for 16-bit numbers in another order."""
+    """`target.copy_(source)`, in 64-bit words if possible: a strided copy moves one element per thread."""
     count = 8 // source.itemsize
     if not source.is_neg() and all(
         x.stride(-1) == 1

@@ -21,7 +21,7 @@ ROW_BLOCKS = (128, 64, 32, 16, 8, 4, 2, 1)
 BLOCKS_PER_RANK = 32
 # The heaviest rank's work over the mean that needs no better balance.
 BALANCED = 1.1
-# Ranges of a rank that are tried, in this order: a causal mask is balanced by two, one of uneven documents by more.
+# Numbers of ranges of a rank, in the order in which they are tried: two balance a causal mask, documents need more.
 RANGES = (1, 2, 4, 8)
 # Tokens of the longest shard over the mean: all layers but attention work by token, and so does memory.
 MOST_TOKENS = 1.5
@@ -109,8 +109,8 @@ def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], 
     blocks = len(tiles)
     for count in RANGES:
         if count * ranks <= blocks:
-            why = f"equal numbers of tokens, in at most {count} ranges for each rank"
-            yield _equal_tokens(tiles, ranks, count), why
+            held = "one range" if count == 1 else f"up to {count} ranges"
+            yield _equal_tokens(tiles, ranks, count), f"equal numbers of tokens, in {held} for each rank"
     mean = float(tiles.mean())
     # The larger the constant that is added to each row block's work, the more alike are the numbers of tokens.
     for constant in (0.0, 0.5, 1.0, 2.0):

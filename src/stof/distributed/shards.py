@@ -47,8 +47,8 @@ class Shards:
         self.ranges, self.tokens = assignment.ranges[self.rank], assignment.tokens
         self.exchange = Exchange(mesh.get_group(), self.rank, self.tokens)
         self.positions = torch.cat([torch.arange(first, stop, device=self.device) for first, stop in self.ranges])
-        # Exchanged tokens come in the order of ranks, in these ranges.
-        self.by_rank = joined([held for ranges in assignment.ranges for held in ranges])
+        # Ranges of the sequence in the order of ranks, in which exchanges return tokens.
+        self.rank_order = joined([held for ranges in assignment.ranges for held in ranges])
         # Whether all ranks were found to make the same first call of attention.
         self.agreed = self.ranks == 1
         self._ways: dict[Sizes, str] = {}
@@ -94,16 +94,15 @@ class Shards:
         dim = self._dimension(tensor, dim, self.exchange.local, f"a tensor of rank {self.rank}")
         if self.ranks == 1:
             return tensor
-        by_rank: Tensor = Join.apply(self.exchange, tensor, dim)
-        return self.in_order(by_rank, dim)
+        return self.in_sequence_order(Join.apply(self.exchange, tensor, dim), dim)
 
-    def in_order(self, by_rank: Tensor, dim: int) -> Tensor:
-        """Tokens of all ranks in the order of the sequence."""
-        if len(self.by_rank) == 1:
-            return by_rank
-        parts = by_rank.split([stop - first for first, stop in self.by_rank], dim)
-        in_order = sorted(zip(self.by_rank, parts, strict=True), key=lambda each: each[0])
-        return torch.cat([part for _, part in in_order], dim)
+    def in_sequence_order(self, tensor: Tensor, dim: int) -> Tensor:
+        """Sort tokens of all ranks, which are in the order of ranks, by position."""
+        if len(self.rank_order) == 1:
+            return tensor
+        parts = tensor.split([stop - first for first, stop in self.rank_order], dim)
+        by_position = sorted(zip(self.rank_order, parts, strict=True), key=lambda each: each[0])
+        return torch.cat([part for _, part in by_position], dim)
 
     def with_mask(self, mask: Any) -> Shards:
         """The same tokens on the same ranks under another mask: layers of one model have several.
@@ -119,7 +118,7 @@ class Shards:
         frozen, survey, geometry = _agreed_mask(mask, self.length, self.mesh)
         tiles = tiles_by_row_block(survey, geometry)
         assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
-        costs = Costs.of(survey, geometry, assignment, self.length)
+        costs = Costs.of(survey, geometry, assignment)
         return Shards(frozen, self.length, self.mesh, assignment, costs)
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
@@ -144,17 +143,20 @@ class Shards:
             way = self._ways[sizes] = choose_way(self.costs, sizes)
         return way
 
-    def plan(self, way: str, sizes: Sizes, device: torch.device, in_order: bool) -> Plan:
-        """The plan of this rank's attention: of its heads, or of its rows. Keys come in the order of ranks, or not."""
-        key = (way, sizes.batch, sizes.heads, device, in_order)
+    def plan(self, way: str, sizes: Sizes, device: torch.device, sorted_keys: bool) -> Plan:
+        """The plan of this rank's attention: of its heads, or of its rows.
+
+        Keys are in the order of the sequence if `sorted_keys`, else in the order of ranks.
+        """
+        key = (way, sizes.batch, sizes.heads, device, sorted_keys)
         plan = self._plans.get(key)
         if plan is None:
             if way == "heads":
-                heads, rows, ranges = sizes.heads // self.ranks, self.length, self.by_rank
+                heads, rows, ranges = sizes.heads // self.ranks, self.length, self.rank_order
                 mask = for_heads(self.mask, self.rank * heads, heads, sizes.heads)
             else:
                 heads, rows, ranges, mask = sizes.heads, self.exchange.local, self.ranges, self.mask
-            columns = [(0, self.length)] if in_order else self.by_rank
+            columns = ((0, self.length),) if sorted_keys else self.rank_order
             mask = in_ranges(mask, ranges, columns, self.length, self.length)
             options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
             plan = make_plan(mask, rows, self.length, **options, config=None, row_order=None)
@@ -215,7 +217,7 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
     check_mesh(mesh)
     frozen, survey, geometry = _agreed_mask(mask, length, mesh)
     assignment = assign_rows(tiles_by_row_block(survey, geometry), length, mesh.size())
-    return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment, length))
+    return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment))
 
 
 def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey, LayoutConfig]:

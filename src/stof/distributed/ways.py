@@ -45,7 +45,6 @@ class Costs:
         scores: scores of all tiles of one head, in the mean over batch entries and heads.
         imbalance: tile cost of the heaviest rank over the mean, where rows are split.
         work_of_heads: tile cost of each head of a mask by head, up to 8 heads; one number for other masks.
-        length: tokens of the sequence.
         longest: tokens of the longest shard.
         ranks: number of ranks.
     """
@@ -53,19 +52,18 @@ class Costs:
     scores: float
     imbalance: float
     work_of_heads: tuple[float, ...]
-    length: int
     longest: int
     ranks: int
 
     @staticmethod
-    def of(survey: Survey, tiles: LayoutConfig, assignment: Assignment, length: int) -> Costs:
+    def of(survey: Survey, tiles: LayoutConfig, assignment: Assignment) -> Costs:
         counts = survey.counts[tiles]
         work = (counts.partial + counts.full).double().sum(1)  # of each mask
         scores = float(work.mean()) * tiles.block_m * tiles.block_n
         by_head = survey.mask_batch == 1 and len(work) == survey.mask_heads
         longest = max(assignment.tokens)
         work_of_heads = tuple(work.tolist()) if by_head else (1.0,)
-        return Costs(scores, assignment.imbalance, work_of_heads, length, longest, len(assignment.ranges))
+        return Costs(scores, assignment.imbalance, work_of_heads, longest, len(assignment.ranges))
 
 
 def refusal(way: str, heads: int, ranks: int) -> str | None:

@@ -61,8 +61,9 @@ class Op(IntEnum):
     DOCUMENT = 13  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
     CHOSEN_BLOCK = 14  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
     CHOSEN_BLOCK_OF_KEY = 15  # 1 when i div size is among the `entries` numbers of row j div size - extra
-    # Not tests, and first in a program: from here on, queries or keys are positions in ranges of a sequence of `extra`.
-    # The table has the `entries` positions where the ranges begin in the program, then what those are moved by.
+    # Not tests. They come first in a program and map its queries, or its keys, which lie in ranges that follow each
+    # other, to positions in a sequence of `extra` tokens. The table has the positions where the `entries` ranges begin,
+    # then the shift of each range.
     QUERY_IN_RANGES = 16
     KEY_IN_RANGES = 17
 
@@ -181,7 +182,7 @@ class _Writer:
         if type(mask) is Transposed and type(mask.mask) is InRanges:
             mask, at = mask.mask, at.transposed()
         if type(mask) is InRanges:
-            self.move(mask, at.swapped)
+            self.map_ranges(mask, at.swapped)
             mask = mask.mask
         deepest = self.write(mask, at)
         self.q_len, self.kv_len = lengths
@@ -189,8 +190,8 @@ class _Writer:
             raise _NotWritableError
         return self.code
 
-    def move(self, mask: InRanges, swapped: bool) -> None:
-        """From here on, the program's positions are those of the inner mask."""
+    def map_ranges(self, mask: InRanges, swapped: bool) -> None:
+        """Add the instructions that map positions to those of the inner mask, for which the rest is written."""
         parts = ((mask.rows, mask.q_len), (mask.columns, mask.kv_len))
         (queries, self.q_len), (keys, self.kv_len) = parts[::-1] if swapped else parts
         if any(begin % _WORD for begin in begins_of(keys)):

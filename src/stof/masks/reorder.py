@@ -100,12 +100,12 @@ class InRanges(Wrapped):
         in_order = all(list(ranges) == sorted(ranges) for ranges in (self.rows, self.columns))
         return in_order and self.mask.has_monotonic_ranges
 
-    def _moved(self, index: Index) -> Index:
+    def _of_inner(self, index: Index) -> Index:
         q, kv = _positions(index.q, self.rows, self.q_len), _positions(index.kv, self.columns, self.kv_len)
         return replace(index, q=q, kv=kv, q_len=self.q_len, kv_len=self.kv_len)
 
     def tile_bounds(self, index: Index) -> TileBounds:
-        return self.mask.tile_bounds(self._moved(index))
+        return self.mask.tile_bounds(self._of_inner(index))
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, ranges, length in (("queries", self.rows, q_len), ("keys", self.columns, kv_len)):
@@ -114,7 +114,7 @@ class InRanges(Wrapped):
         self.mask.check(self.q_len, self.kv_len)
 
     def evaluate(self, index: Index) -> Tensor:
-        return self.mask.evaluate(self._moved(index))
+        return self.mask.evaluate(self._of_inner(index))
 
     def __repr__(self) -> str:
         ranges = f"{list(self.rows)}, {list(self.columns)}"

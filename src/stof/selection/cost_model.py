@@ -172,7 +172,8 @@ def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: D
         return 0.0
     counts = survey.counts[choice.layout]
     keys = counts.compacted_keys
-    if choice.kernel is not None and choice.kernel.zero_unseen:  # of partial tiles, at most
+    if choice.kernel is not None and choice.kernel.zero_unseen:
+        # At most those of all partial tiles: a query sees every key of a full one.
         keys = min(call.kv_len, choice.layout.block_n * int(counts.partial.sum(1).max()))
     if not keys:
         return 0.0

@@ -48,7 +48,7 @@ def _upper_bound(table_ptr, entries, steps, x):
 @triton.jit
 @no_type_check
 def _range_of(numbers_ptr, code_ptr, steps, x):
-    """In which range positions are, and what they are moved by, of an instruction that moves them."""
+    """The number of the range that holds each position, and the shift from there to the inner mask's position."""
     table_ptr = numbers_ptr + tl.load(code_ptr + 6)
     entries = tl.load(code_ptr + 7)
     number = _upper_bound(table_ptr, entries, steps, x) - 1
@@ -58,11 +58,11 @@ def _range_of(numbers_ptr, code_ptr, steps, x):
 @triton.jit
 @no_type_check
 def _moved(numbers_ptr, code_ptr, steps, low, high):
-    """Positions from low to high, moved; of those in several ranges nothing is known."""
-    first, move = _range_of(numbers_ptr, code_ptr, steps, low)
+    """Bounds of the inner mask's positions, of positions from low to high; the whole sequence if these span ranges."""
+    first, shift = _range_of(numbers_ptr, code_ptr, steps, low)
     last, _ = _range_of(numbers_ptr, code_ptr, steps, high)
     length = tl.load(code_ptr + 8)
-    return tl.where(first == last, low + move, 0), tl.where(first == last, high + move, length - 1)
+    return tl.where(first == last, low + shift, 0), tl.where(first == last, high + shift, length - 1)
 
 
 @triton.jit
@@ -81,11 +81,11 @@ def program_bits(numbers_ptr, start, q, kv):
         low, high = tl.load(code_ptr + 1), tl.load(code_ptr + 2)
         size, i_shift, j_shift = tl.load(code_ptr + 3), tl.load(code_ptr + 4), tl.load(code_ptr + 5)
         if op == _QUERY_IN_RANGES:
-            _, move = _range_of(numbers_ptr, code_ptr, size, q)
-            q += move
+            _, shift = _range_of(numbers_ptr, code_ptr, size, q)
+            q += shift
         elif op > _QUERY_IN_RANGES:
-            _, move = _range_of(numbers_ptr, code_ptr, size, kv)
-            kv += move
+            _, shift = _range_of(numbers_ptr, code_ptr, size, kv)
+            kv += shift
         elif op == _NOT:
             s0 = ~s0
         elif op < _DISTANCE:
