@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 import stof
 from stof import masks
 from stof.errors import DeviceError, DtypeError, MaskError, MaskFunctionError, ShapeError
+from stof.masks.tensors import DenseMask
 from tests.strategies import dense_masks
 
 
@@ -164,6 +165,19 @@ def test_padding_of_two_dimensions_is_refused() -> None:
         stof.attention(q, q, q, torch.ones(3, 9, dtype=torch.bool))
     with pytest.raises(ShapeError, match=r"\[3, 1, 1, 8\], the call has q_len 9 and kv_len 9$"):
         stof.attention(q, q, q, torch.ones(3, 1, 1, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_bytes_that_are_true(expanded: bool) -> None:
+    """Any byte but 0 is true in a view of bytes as bool, such as 255 in masks of images; a copy has the byte 1."""
+    bytes_ = torch.randint(3, (64, 96), generator=torch.Generator().manual_seed(0)).to(torch.uint8) * 100
+    keep = bytes_[:1].expand(64, -1).view(torch.bool) if expanded else bytes_.view(torch.bool)
+    mask = masks.from_dense(keep)
+    assert isinstance(mask, DenseMask)
+    assert torch.equal(mask.keep.view(torch.uint8), (keep.view(torch.uint8) != 0).view(torch.uint8))
+    assert masks.from_dense(keep) == mask  # the same copy
+    bytes_[0, :7] = 1 - bytes_[0, :7].clamp(max=1)
+    assert masks.from_dense(keep) != mask
 
 
 def test_dense_of_any_strides() -> None:

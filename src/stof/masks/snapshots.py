@@ -59,19 +59,26 @@ def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy without gradients; dimensions that were expanded stay expanded."""
-    return _compact(tensor.detach()).clone().expand(tensor.shape)
+    """A copy without gradients; dimensions that were expanded stay expanded. True is the byte 1 in it."""
+    compact = _compact(tensor.detach())
+    copy = _nonzero_bytes(compact) if tensor.dtype == torch.bool else compact.clone()
+    return copy.expand(tensor.shape)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN. `a` may be a parameter."""
+    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN. `a` may be a parameter.
+
+    Of bool tensors, whether the same elements are true.
+    """
     if type(a) is not type(b) and not isinstance(a, torch.nn.Parameter):
         return False
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
         return False
     if _expanded(a) == _expanded(b):
         a, b = _compact(a), _compact(b)
-    return torch.equal(_words(a), _words(b))
+    if torch.equal(_words(a), _words(b)):
+        return True
+    return a.dtype == torch.bool and torch.equal(_nonzero_bytes(a), _nonzero_bytes(b))
 
 
 def _expanded(tensor: Tensor) -> list[int]:
@@ -83,6 +90,11 @@ def _compact(tensor: Tensor) -> Tensor:
     for dim in _expanded(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def _nonzero_bytes(tensor: Tensor) -> Tensor:
+    """A new bool tensor. Any byte but 0 is true in a view of bytes as bool, and operators of CUDA copy such bytes."""
+    return tensor.view(torch.uint8) != 0
 
 
 def _words(tensor: Tensor) -> Tensor:
