@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -16,20 +18,25 @@ IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in T
 
 @contextmanager
 def hasty_interpreter() -> Iterator[None]:
-    """Triton's interpreter without what it does again and again, a third of its time.
+    """Triton's interpreter without what it does in vain, more than half of its time.
 
     It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
-    `triton.language` once more to replace its operations, though the kernel that runs has them replaced.
+    `triton.language` once more to replace its operations, though the kernel that runs has them replaced. It looks for
+    overflows of integers, and reports none unless it runs in debug mode.
     """
     from triton.runtime import interpreter
 
     plain, plain_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-    languages = (interpreter.tl, interpreter.tl.core)
+    languages, builder = (interpreter.tl, interpreter.tl.core), interpreter.interpreter_builder
     replaced: set[int] = set()
     dtypes: dict[str, Any] = {}
+    modules_of: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
     def patch_lang(fn: Any) -> Any:
-        modules = {id(value) for value in fn.__globals__.values() if any(value is one for one in languages)}
+        modules = modules_of.get(fn)
+        if modules is None:
+            modules = {id(value) for value in fn.__globals__.values() if any(value is one for one in languages)}
+            modules_of[fn] = modules
         if modules and modules <= replaced:
             return interpreter._LangPatchScope()
         outermost = not replaced
@@ -49,6 +56,7 @@ def hasty_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
         yield
 
 

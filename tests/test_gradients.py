@@ -112,6 +112,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", GIVEN)
 def test_masks_and_plans(how: str) -> None:
     q, k, v = inputs()

@@ -20,6 +20,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, plan.bytes())
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.parametrize("mask", ["causal()", "bigbird(64, 64)", "strided(128, 128, 8)"])
 def test_peak_memory_of_a_call(mask: str) -> None:

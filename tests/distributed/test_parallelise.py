@@ -148,6 +148,12 @@ def check_refusals(rank: int) -> None:
         # As a data loader that gives each rank a batch of its own, which `Trainer` has.
         refuse(RankMismatchError, "the hash of input_ids is", lambda: model(ids + rank))
         refuse(RankMismatchError, "the hash of labels is", lambda: model(ids, labels=ids + rank))
+        # As a model that each rank initialises with a seed of its own.
+        weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+        restored = weight.detach().clone()
+        weight.data[3, 5] += 1e-12 * rank
+        refuse(RankMismatchError, "checksum of model.layers.1.mlp.up_proj.weight is", lambda: model(ids))
+        weight.data.copy_(restored)
         refuse(ArgumentError, "shift_labels of split sequences go with labels", lambda: model(ids, shift_labels=ids))
         assert model(ids).logits.shape[1] < LENGTH
     for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | LONG_ROPE):

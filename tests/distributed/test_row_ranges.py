@@ -14,8 +14,8 @@ from stof.distributed.row_ranges import (
     RANGES,
     Assignment,
     assign_rows,
-    geometry_of,
     row_block,
+    tile_config,
     tiles_by_row_block,
 )
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways, exchanged_bytes
@@ -25,7 +25,7 @@ from tests.examples import examples
 
 
 def assigned(mask: Mask, length: int, ranks: int) -> tuple[Assignment, Costs]:
-    geometry = geometry_of(length, ranks)
+    geometry = tile_config(length, ranks)
     counted = survey(mask, length, length, (geometry,), batch=mask.batch, heads=mask.heads)
     assignment = assign_rows(tiles_by_row_block(counted, geometry), length, ranks)
     return assignment, Costs.of(counted, geometry, assignment)

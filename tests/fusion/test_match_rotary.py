@@ -72,6 +72,7 @@ def compiled(model: nn.Module, called: list[str], **options: Any) -> Callable[..
     return done
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("change", ["", "no bias", "values", "no norm"])
 def test_rotations_move_into_the_product(change: str, dynamic: bool) -> None:
@@ -184,6 +185,7 @@ def test_operator(normed: bool) -> None:
             rotary_linear(x, rstd, scale, weight, bias, cos, sin, *wrong, "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_whole_model(fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")

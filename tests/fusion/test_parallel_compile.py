@@ -18,7 +18,8 @@ from tests.fusion.test_segment_timer import segment
 from tests.kernels.test_compile import OLDER, ROOT
 
 
-@pytest.mark.parametrize("version", [pytest.param("3.6", marks=pytest.mark.slow), "installed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6", "installed"])
 def test_what_threads_compile_is_found(version: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     if version == "3.6" and not OLDER.is_dir():

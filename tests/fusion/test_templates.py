@@ -160,6 +160,7 @@ def test_gated(text: str, transposed: bool) -> None:
     check_gated(text, tensors(45, 40, 72, torch.float16, gated=True, transposed=transposed), bias=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("text", [TILE, SPLIT])

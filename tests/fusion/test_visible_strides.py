@@ -84,6 +84,7 @@ BODIES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BODIES)
 def test_products_whose_strides_are_seen_stay_apart(name: str, dynamic: bool) -> None:

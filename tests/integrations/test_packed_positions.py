@@ -108,6 +108,7 @@ def test_packed_positions_and_a_cache_are_refused() -> None:
         _out(model, call | {"past_key_values": cache})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next"])
 @pytest.mark.parametrize("mask", ["none", "ones"])
 def test_other_layers_over_tokens_are_refused(name: str, mask: str) -> None:

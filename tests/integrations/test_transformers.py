@@ -426,6 +426,7 @@ def graphs_made() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_fresh_compiler")
 @DENSE_TWINS
 def test_compiled_generation_with_a_static_cache(name: str) -> None:

@@ -190,6 +190,7 @@ def test_heads_of_a_key_head_have_masks_of_their_own() -> None:
         assert_gradients(run(call, layouts, (config, config)), call)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("slab", [None, 1])
 def test_what_nobody_sees_has_no_gradient(bad: float, slab: int | None) -> None:

@@ -108,7 +108,7 @@ def test_queries_before_the_first_key(name: str) -> None:
         assert_same(mask, 77, 90, LayoutConfig(32, 16))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_transposed_patterns(name: str) -> None:
     """Keys of a cache as queries; and a part of that, from some query and key on."""
@@ -117,7 +117,7 @@ def test_transposed_patterns(name: str) -> None:
     assert_same(masks.placed(mask, 21, 9), 69, 68, LayoutConfig(16, 32))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_keys_at_an_offset(name: str) -> None:
     mask = masks.placed(PATTERNS[name], 5, 18)
@@ -151,6 +151,7 @@ def test_transposed_random_blocks(blocks: tuple[int, int]) -> None:
     assert_same(masks.transposed(mask), 60, 90, LayoutConfig(64, 128))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["random blocks", "bigbird", "transposed", "by head", "by batch"])
 def test_parts_that_end_early(name: str) -> None:
     """Blocks are drawn from the keys of the mask that the part is of."""
@@ -169,7 +170,7 @@ def test_parts_that_end_early(name: str) -> None:
     assert_same(masks.transposed(part), 68, 69, LayoutConfig(16, 32), **sizes)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_ranges_in_another_order(name: str) -> None:
     """Keys in ranges that begin between words have a program; others are left to torch."""
@@ -198,6 +199,7 @@ EXTREME = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offset", [0, 2**30, MOST - 700, 700 - MOST])
 @pytest.mark.parametrize("name", EXTREME)
 def test_numbers_that_hardly_fit(name: str, offset: int) -> None:
@@ -251,6 +253,7 @@ def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(masks.from_dense(keep.to(DEVICE)), 96, 128, LayoutConfig(16, 16))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["longformer", "random blocks", "documents in parts"])
 def test_of_many_tiles_more_are_looked_at_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(device_build, "_MANY", 1)

@@ -78,6 +78,7 @@ def test_orders_with_a_name_are_found_in_dense_masks(name: str) -> None:
         assert torch.equal(found[1], order)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("columns", ["own", "same", "independent"])
 @pytest.mark.parametrize("name", TABLE)
 def test_shuffled_masks_come_out_nearly_as_dense(name: str, columns: str) -> None:

@@ -202,6 +202,7 @@ def drawn(draw: random.Random) -> int:
     return draw.randint(1, 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("state", "given"), [(s, g) for s in STATES for g in GIVEN if s != "code" or g == "function"])
 def test_functions_follow_what_they_read(state: str, given: str) -> None:
     draw = random.Random(f"{state} {given}")

@@ -98,6 +98,7 @@ BIG = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mask", BIG, ids=str)
 @pytest.mark.parametrize("config", [LayoutConfig(64, 64, 1), LayoutConfig(128, 128), LayoutConfig(64, 256, 8)], ids=str)
 def test_building_by_spans_changes_nothing(mask: Mask, config: LayoutConfig, monkeypatch: pytest.MonkeyPatch) -> None:

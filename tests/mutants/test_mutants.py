@@ -73,6 +73,7 @@ def test_a_seed_draws_the_same_mutants() -> None:
     assert all(changes_code(mutant.edit, (ROOT / mutant.path).read_bytes()) for mutant in drawn)
 
 
+@pytest.mark.slow
 def test_tests_of_a_module() -> None:
     imports = Imports(ROOT)
     distances = reaching_tests(imports, Path("src/stof/layout/orders/cluster.py"))

@@ -40,15 +40,15 @@ class Exchange:
         """Rows of this rank."""
         return self.tokens[self.rank]
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All-gather: rows `[local, ...]` of every rank as `[S, ...]`."""
         longest = max(self.tokens)
         missing = longest - self.local
-        x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else _plain(x)
+        x = torch.cat([x, x.new_empty(missing, *x.shape[1:])]) if missing else _contiguous(x)
         out = x.new_empty(self.ranks * longest, *x.shape[1:])
         # As bytes, because gloo lacks some dtypes.
         _all_gather(out[..., None].view(torch.uint8), x[..., None].view(torch.uint8), group=self.group)
-        if all(count == longest for count in self.tokens[:-1]):
+        if all(count == longest for count in self.tokens[:-1]):  # nothing to leave out between ranks
             return out[: sum(self.tokens)]
         return torch.cat([part[:count] for part, count in zip(out.chunk(self.ranks), self.tokens, strict=True)])
 
@@ -61,17 +61,17 @@ class Exchange:
     def to_ranks(self, x: Tensor) -> Tensor:
         """The reverse of `from_ranks`: send each rank its rows of `[S, ...]`; `[ranks, local, ...]` by sender."""
         out = x.new_empty(self.ranks * self.local, *x.shape[1:])
-        dist.all_to_all_single(out, _plain(x), [self.local] * self.ranks, self.tokens, group=self.group)
+        dist.all_to_all_single(out, _contiguous(x), [self.local] * self.ranks, self.tokens, group=self.group)
         return out.unflatten(0, (self.ranks, -1))
 
-    def sum_to_ranks(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: rows `[S, ...]`, summed over ranks; this rank's `[local, ...]`."""
         return _sum(self.to_ranks(x))
 
     def gather_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All tokens `[B, H, S, D]` of `[B, H, local, D]` each."""
         rows = [_rows(x) for x in tensors]
-        return _unpacked(self.gather(_packed(rows)), rows)
+        return _unpacked(self.all_gather(_packed(rows)), rows)
 
     def tokens_to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From this rank's tokens of all heads, `[B, H, local, D]` each, to all tokens of its heads."""
@@ -92,7 +92,7 @@ class Exchange:
         return tuple(outs)
 
 
-def _plain(x: Tensor) -> Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     """Contiguous, and without the negation or conjugation that a view may stand for: exchanges read memory."""
     return x.resolve_conj().resolve_neg().contiguous()
 
@@ -177,18 +177,18 @@ class GatherKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(ctx.exchange.sum_to_ranks(_rows(x)).permute(1, 2, 0, 3) for x in gradients)
+        return None, *(ctx.exchange.reduce_scatter(_rows(x)).permute(1, 2, 0, 3) for x in gradients)
 
 
 class Join(torch.autograd.Function):
-    """The rows of all ranks, rank after rank, in dimension `dim`; gradients are summed over ranks."""
+    """The rows of all ranks, in the order of ranks, in dimension `dim`; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor, dim: int) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather(x.movedim(dim, 0)).movedim(0, dim)
+        return exchange.all_gather(x.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.sum_to_ranks(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None
+        return None, ctx.exchange.reduce_scatter(gradient.movedim(ctx.dim, 0)).movedim(0, ctx.dim), None

@@ -61,23 +61,23 @@ def row_block(length: int, ranks: int) -> int:
     return next((rows for rows in ROW_BLOCKS if length >= rows * ranks * BLOCKS_PER_RANK), 1)
 
 
-def geometry_of(length: int, ranks: int) -> LayoutConfig:
-    """Tiles whose number is a row block's work; of short sequences finer ones, else all rows would be alike."""
+def tile_config(length: int, ranks: int) -> LayoutConfig:
+    """The tiles that are counted as a row block's work; of short sequences finer ones, else all rows would be alike."""
     rows = row_block(length, ranks)
     return LayoutConfig(block_m=rows, block_n=64 if rows >= 16 else 16)
 
 
-def tiles_by_row_block(survey: Survey, geometry: LayoutConfig) -> Tensor:
+def tiles_by_row_block(survey: Survey, config: LayoutConfig) -> Tensor:
     """float64 `[row blocks]`: tiles, in the mean over batch entries and heads."""
-    counts = survey.counts[geometry]
+    counts = survey.counts[config]
     return (counts.partial + counts.full).double().mean(0)
 
 
 def assign_rows(tiles: Tensor, length: int, ranks: int) -> Assignment:
     """Give each rank rows of about equal work.
 
-    Equal numbers of tokens are preferred, in as few ranges as balance the tiles. Where none do, as with global tokens,
-    ranks get one range each of about equal tiles, of at most `MOST_TOKENS` times the mean tokens.
+    Equal numbers of tokens are preferred, in as few ranges as balance the tiles. If none do, as with global tokens, one
+    range for each rank, of about equal tiles, is tried too. A rank gets at most `MOST_TOKENS` times the mean tokens.
 
     Args:
         tiles: float64 `[row blocks]`, work of each row block of `row_block(length, ranks)` rows.

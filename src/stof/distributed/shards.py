@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stof.distributed.agreement import agree, mask_facts, rows_facts
 from stof.distributed.exchange import Exchange, Join
-from stof.distributed.row_ranges import Assignment, assign_rows, geometry_of, tiles_by_row_block, weigh
+from stof.distributed.row_ranges import Assignment, assign_rows, tile_config, tiles_by_row_block, weigh
 from stof.distributed.ways import Costs, Sizes, choose_way, describe_ways
 from stof.errors import ArgumentError, DtypeError, ShapeError, StofError, shown
 from stof.layout import LayoutConfig
@@ -115,10 +115,10 @@ class Shards:
         Raises:
             ShapeError, MaskError, RankMismatchError: as of `shard`.
         """
-        frozen, survey, geometry = _agreed_mask(mask, self.length, self.mesh)
-        tiles = tiles_by_row_block(survey, geometry)
+        frozen, survey, config = _agreed_mask(mask, self.length, self.mesh)
+        tiles = tiles_by_row_block(survey, config)
         assignment = weigh(self.assignment.ranges, tiles, self.length, f"{self.assignment.why}, of another mask")
-        costs = Costs.of(survey, geometry, assignment)
+        costs = Costs.of(survey, config, assignment)
         return Shards(frozen, self.length, self.mesh, assignment, costs)
 
     def explain(self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> str:
@@ -158,8 +158,9 @@ class Shards:
                 heads, rows, ranges, mask = sizes.heads, self.exchange.local, self.ranges, self.mask
             columns = ((0, self.length),) if sorted_keys else self.rank_order
             mask = in_ranges(mask, ranges, columns, self.length, self.length)
-            options: dict[str, Any] = {"batch": sizes.batch, "heads": heads, "device": device}
-            plan = make_plan(mask, rows, self.length, **options, config=None, row_order=None)
+            plan = make_plan(
+                mask, rows, self.length, batch=sizes.batch, heads=heads, device=device, config=None, row_order=None
+            )
             self._plans[key] = plan
         return plan
 
@@ -215,9 +216,9 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
         >>> dist.destroy_process_group()
     """
     check_mesh(mesh)
-    frozen, survey, geometry = _agreed_mask(mask, length, mesh)
-    assignment = assign_rows(tiles_by_row_block(survey, geometry), length, mesh.size())
-    return Shards(frozen, length, mesh, assignment, Costs.of(survey, geometry, assignment))
+    frozen, survey, config = _agreed_mask(mask, length, mesh)
+    assignment = assign_rows(tiles_by_row_block(survey, config), length, mesh.size())
+    return Shards(frozen, length, mesh, assignment, Costs.of(survey, config, assignment))
 
 
 def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey, LayoutConfig]:
@@ -231,18 +232,18 @@ def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey
             raise ShapeError(f"each rank holds at least one token, got {length} tokens and {ranks} ranks")
         frozen = as_mask(mask).frozen()
         frozen.check(length, length)
-        geometry = geometry_of(length, ranks)
-        evaluated = MaskGeometry(frozen, length, length, batch=frozen.batch, heads=frozen.heads, device=device_of(mesh))
-        survey = evaluated.survey((geometry,), None)
+        config = tile_config(length, ranks)
+        geometry = MaskGeometry(frozen, length, length, batch=frozen.batch, heads=frozen.heads, device=device_of(mesh))
+        survey = geometry.survey((config,), None)
         if ranks > 1:
-            facts |= mask_facts(evaluated, survey)
+            facts |= mask_facts(geometry, survey)
     except StofError as refused:
         error = refused
     if ranks > 1:
         agree(mesh.get_group(), facts, error)
     elif error is not None:
         raise error
-    return frozen, survey, geometry
+    return frozen, survey, config
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -28,10 +28,7 @@ class Reordered(Wrapped):
     columns: Tensor | None
 
     allows_negative_queries = allows_negative_keys = False
-
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return ()  # those of the inner mask are for the order of its queries
+    row_orders = ()  # those of the inner mask are for the order of its queries
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):
@@ -91,7 +88,7 @@ class InRanges(Wrapped):
     q_len: int
     kv_len: int
 
-    deepest = DEEPEST + 1
+    deepest = DEEPEST + 1  # any mask that a user makes may be split over ranks
     allows_negative_queries = allows_negative_keys = grows = False
     row_orders = ()  # those of the inner mask are for the order of its queries
 
@@ -131,7 +128,7 @@ def begins_of(ranges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _positions(at: Positions, ranges: Sequence[tuple[int, int]], length: int) -> Positions:
-    """Map positions among ranges that follow each other to positions in the sequence of that length."""
+    """Map positions in the concatenated ranges to positions in the whole sequence, of `length` tokens."""
     begins = torch.tensor(begins_of(ranges), device=at.device)
     shifts = torch.tensor([first for first, _ in ranges], device=at.device) - begins
     if not isinstance(at, Range):

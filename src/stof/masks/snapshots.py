@@ -76,7 +76,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if _expanded(a) == _expanded(b):
         a, b = _compact(a), _compact(b)
-    if torch.equal(_words(a), _words(b)):
+    if torch.equal(memory_words(a), memory_words(b)):
         return True
     return a.dtype == torch.bool and torch.equal(_nonzero_bytes(a), _nonzero_bytes(b))
 
@@ -97,7 +97,7 @@ def _nonzero_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) != 0
 
 
-def _words(tensor: Tensor) -> Tensor:
+def memory_words(tensor: Tensor) -> Tensor:
     """The memory of a tensor in the widest integers that divide it: bool tensors compare up to 8 times as fast."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0

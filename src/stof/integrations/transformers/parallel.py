@@ -25,6 +25,7 @@ from stof.integrations.transformers.packing_check import check, describe
 from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import Mask, causal, documents
+from stof.masks.snapshots import memory_words
 from stof.runtime.private import is_traced
 
 # Splits that are kept, by mask and length: counting tiles takes time, and batches of one length have one mask.
@@ -62,6 +63,8 @@ class Parallelised:
         self._splits: dict[tuple[str, int], SplitSequence] = {}
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._has_labels = False
+        # Whether all ranks were found to hold the same parameters, at the first call.
+        self._same_parameters = mesh.size() == 1
         # Before the hooks of `enable`, which look at whole sequences.
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True, with_kwargs=True),
@@ -132,10 +135,13 @@ class Parallelised:
             }
             if self.mesh.size() > 1:
                 facts |= _values(arguments)
+            if not self._same_parameters:
+                facts |= _checksums(self.model, dist.get_process_group_ranks(self.mesh.get_group()))
         except StofError as refused:
             error = refused
         if self.mesh.size() > 1:
             agree(self.mesh.get_group(), facts, error)
+            self._same_parameters = True
         elif error is not None:
             raise error
         split = self._split_of(mask, length)
@@ -203,7 +209,8 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
             rotary embeddings depend on the length, or with an encoder and a decoder; and in a call: a model whose
             layers mix tokens outside attention, a cache, masks for every score, labels of other tasks, and masks that
             transformers builds of functions stof does not know.
-        RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers.
+        RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers;
+            in the first call also in parameters.
 
     Examples:
         >>> import torch.distributed as dist
@@ -248,18 +255,35 @@ def _check_rotary(model: nn.Module) -> None:
                 )
 
 
+def _is_sharded_over(parameter: nn.Parameter, ranks: Sequence[int]) -> bool:
+    """Whether some of these ranks hold different parts of a parameter, as with FSDP2."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return any(
+        not placement.is_replicate()
+        and len(set(ranks).intersection(dist.get_process_group_ranks(parameter.device_mesh.get_group(dim)))) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )
+
+
 def _check_shards_apart(parameters: Sequence[nn.Parameter], ranks: Sequence[int]) -> None:
-    """Refuse parameters of which the ranks of a sequence hold different parts, as FSDP2's."""
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            continue
-        for dim, placement in enumerate(parameter.placements):
-            holders = dist.get_process_group_ranks(parameter.device_mesh.get_group(dim))
-            if not placement.is_replicate() and len(set(ranks).intersection(holders)) > 1:
-                raise ArgumentError(
-                    "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
-                    "over these; give fully_shard another dimension of the mesh than parallelise"
-                )
+    """Refuse parameters of which the ranks of a sequence hold different parts."""
+    if any(_is_sharded_over(parameter, ranks) for parameter in parameters):
+        raise ArgumentError(
+            "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
+            "over these; give fully_shard another dimension of the mesh than parallelise"
+        )
+
+
+@torch.no_grad()
+def _checksums(model: nn.Module, ranks: Sequence[int]) -> dict[str, object]:
+    """Sums of the words of parameters that all ranks of a sequence hold."""
+    sums = {
+        f"the checksum of {name}": memory_words(p.to_local() if isinstance(p, DTensor) else p).sum(dtype=torch.int64)
+        for name, p in model.named_parameters()
+        if not _is_sharded_over(p, ranks)
+    }
+    return {name: int(value) for name, value in sums.items()}
 
 
 @torch.no_grad()
