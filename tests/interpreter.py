@@ -18,7 +18,7 @@ IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in T
 
 @contextmanager
 def hasty_interpreter() -> Iterator[None]:
-    """Triton's interpreter without what it does in vain, more than half of its time.
+    """Triton's interpreter without what it does in vain.
 
     It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
     `triton.language` once more to replace its operations, though the kernel that runs has them replaced. It looks for

@@ -42,6 +42,7 @@ def identity(value: object) -> int:
 def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
     """A copy of a strided tensor's present values; the last copy if the values are equal and it is still alive.
 
+    Any byte but 0 is true in a view of bytes as bool, and operators of CUDA copy such bytes: true is 1 in the copy.
     On a GPU the comparison waits for the device. While a CUDA graph is captured nothing is compared, and a new copy is
     made.
 
@@ -52,33 +53,35 @@ def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
     number, capturing = identity(tensor), in_capture()
     with _LOCK:  # threads that copy one tensor get one copy
         last = _SNAPSHOTS.get(number)
-        if last is not None and ((captured and capturing) or (not capturing and same_bits(tensor, last))):
+        if last is not None and ((captured and capturing) or (not capturing and _same_values(tensor, last))):
             return last
-        copy = _SNAPSHOTS[number] = copy_of(tensor)
+        copy = _SNAPSHOTS[number] = _bool_copy(tensor) if tensor.dtype == torch.bool else copy_of(tensor)
     return copy
 
 
+def _bool_copy(tensor: Tensor) -> Tensor:
+    """As `copy_of`, with the bytes 0 and 1."""
+    return (_compact(tensor).view(torch.uint8) != 0).expand(tensor.shape)
+
+
+def _same_values(tensor: Tensor, copy: Tensor) -> bool:
+    return same_bits(tensor, copy) or (tensor.dtype == torch.bool and same_bits(_bool_copy(tensor), copy))
+
+
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy without gradients; dimensions that were expanded stay expanded. True is the byte 1 in it."""
-    compact = _compact(tensor.detach())
-    copy = _nonzero_bytes(compact) if tensor.dtype == torch.bool else compact.clone()
-    return copy.expand(tensor.shape)
+    """A copy without gradients; dimensions that were expanded stay expanded."""
+    return _compact(tensor.detach()).clone().expand(tensor.shape)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN. `a` may be a parameter.
-
-    Of bool tensors, whether the same elements are true.
-    """
+    """Whether two tensors have the same type, shape, dtype, device and bits; NaN equals NaN. `a` may be a parameter."""
     if type(a) is not type(b) and not isinstance(a, torch.nn.Parameter):
         return False
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
         return False
     if _expanded(a) == _expanded(b):
         a, b = _compact(a), _compact(b)
-    if torch.equal(memory_words(a), memory_words(b)):
-        return True
-    return a.dtype == torch.bool and torch.equal(_nonzero_bytes(a), _nonzero_bytes(b))
+    return torch.equal(memory_words(a), memory_words(b))
 
 
 def _expanded(tensor: Tensor) -> list[int]:
@@ -90,11 +93,6 @@ def _compact(tensor: Tensor) -> Tensor:
     for dim in _expanded(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _nonzero_bytes(tensor: Tensor) -> Tensor:
-    """A new bool tensor. Any byte but 0 is true in a view of bytes as bool, and operators of CUDA copy such bytes."""
-    return tensor.view(torch.uint8) != 0
 
 
 def memory_words(tensor: Tensor) -> Tensor:
