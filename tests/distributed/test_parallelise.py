@@ -154,6 +154,11 @@ def check_refusals(rank: int) -> None:
         weight.data[3, 5] += 1e-12 * rank
         refuse(RankMismatchError, "checksum of model.layers.1.mlp.up_proj.weight is", lambda: model(ids))
         weight.data.copy_(restored)
+        if rank:
+            model.register_parameter("more", nn.Parameter(torch.ones(2)))
+        refuse(RankMismatchError, "checksum of more is missing on rank 0", lambda: model(ids))
+        if rank:
+            del model.more
         refuse(ArgumentError, "shift_labels of split sequences go with labels", lambda: model(ids, shift_labels=ids))
         assert model(ids).logits.shape[1] < LENGTH
     for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | LONG_ROPE):

@@ -42,11 +42,11 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, object], error: StofErro
             raise RankMismatchError(f"rank {rank} refused the call: {refused}")
     _, first = every[0]
     for rank, (_, facts_there) in enumerate(every):
-        different = [name for name in first if facts_there.get(name) != first[name]]
+        different = [name for name in first | facts_there if facts_there.get(name) != first.get(name)]
         if different:
             name = different[0]
             raise RankMismatchError(
-                f"all ranks of a mesh make the same call, but {name} is {first[name]} on rank 0 and "
+                f"all ranks of a mesh make the same call, but {name} is {first.get(name, 'missing')} on rank 0 and "
                 f"{facts_there.get(name, 'missing')} on rank {rank}"
             )
 
