@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from stof.dispatch import call_spec, is_empty, plan_for_backward, plan_of, run_call, run_empty
+from stof.dispatch import (
+    call_spec,
+    is_empty,
+    plan_for_backward,
+    plan_of,
+    run_call,
+    run_empty,
+    under_autocast,
+)
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
 from stof.handles import FULL, Intersection, handle_of, is_constant
@@ -19,8 +27,10 @@ from stof.masks import Mask
 from stof.masks.tensors import as_mask, is_function_or_block_mask
 from stof.operators import (
     EagerAttention,
+    copy_of_mask_op,
     dropout_attention_op,
     masked_attention_op,
+    saved_in_forward,
     varying_attention_op,
     varying_dropout_attention_op,
 )
@@ -43,6 +53,9 @@ from stof.validation import (
     refuse_jit_trace,
     usable_device,
 )
+
+# `out` and `lse`.
+Results = tuple[Tensor, Tensor]
 
 _UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
 _CHANGES = (
@@ -74,7 +87,7 @@ def plan(
         batch, heads: sizes of the calls to come, checked against the mask. Default: what the mask says (the sequences
             of `padding`, the heads of `per_head`). A plan of a mask function that looks at the batch entry or the head
             takes calls of any sizes, and builds a layout at the first call of each.
-        device: where the calls will run; default torch's default device.
+        device: where the calls will run; default where the mask's tensors are, else torch's default device.
         config: block sizes and gathering; default by device.
         row_order: int64 `[q_len]`, see `stof.layout.orders.named`.
 
@@ -84,12 +97,15 @@ def plan(
     """
     if not torch.compiler.is_compiling():
         refuse_jit_trace()
-    # The default device: `torch.get_default_device` takes as long as all the rest of finding a plan in the cache.
-    where = usable_device(device) if device is not None else torch.empty(0).device
+    mask = as_mask(mask)
+    if device is not None:
+        where = usable_device(device)
+    else:  # `torch.get_default_device` takes as long as all the rest of finding a plan in the cache
+        where = mask.tensors_device() or torch.empty(0).device
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return make_plan(
-        as_mask(mask),
+        mask,
         q_len,
         q_len if kv_len is None else kv_len,
         batch=batch,
@@ -199,100 +215,142 @@ def attention(
         UnsupportedError, PlanMismatchError: in the backward pass: for second derivatives; if a dynamic plan was updated
             after the call.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks)):
+            break_graph(reason)
+            return torch.compiler.disable(attention)(
+                q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
+                dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
+            )  # fmt: skip
+        call = _checked(q, k, v, scale, bias, softcap, sinks, scales, dropout_p)
+        results = _operator_call(call, mask_or_plan, implementation, traced=True)
+    else:
+        given = (q, k, v, mask_or_plan, scale, bias, softcap, sinks, scales, dropout_p, implementation)
+        results = _bound_call(*given) or _eager_call(*given)
+    return results if return_lse else results[0]
+
+
+def _bound_call(
+    q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, scale: float | None, bias: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, scales: Any, dropout_p: float, implementation: str | None,
+) -> Results | None:  # fmt: skip
+    """Run a call like one before it, whose plan and bound call are found by look-ups; None if there is none.
+
+    Each call with dropout draws a seed, so it is not found here.
+    """
     scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
-    dynamo = torch.compiler.is_dynamo_compiling()
-    if dynamo and not is_exporting() and (reason := _cannot_compile(mask_or_plan, (q, k, v, bias, sinks))):
-        break_graph(reason)
-        return torch.compiler.disable(attention)(
-            q, k, v, mask_or_plan, scale=scale, bias=bias, softcap=softcap, sinks=sinks, scales=scales,
-            dropout_p=dropout_p, return_lse=return_lse, implementation=implementation,
-        )  # fmt: skip
-    compiling = dynamo or (torch.compiler.is_compiling() and is_traced(q))
-    plain = not compiling and is_plain(q, k, v, bias, sinks, *scale_tuple)
-    # The key holds no scales that are not tensors in a list: the checks refuse them.
-    # Nor a seed, which each call with dropout draws.
-    keyed = plain and (scales is None or len(scale_tuple) > 0) and dropout_p == 0.0
-    stored: Plan | None = None
-    if keyed and isinstance(mask_or_plan, Plan):
-        stored = mask_or_plan
-    elif keyed:
-        stored = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
+    # No key holds scales that are not tensors in a list: the checks refuse them.
+    if dropout_p != 0.0 or (scales is not None and not scale_tuple) or not is_plain(q, k, v, bias, sinks, *scale_tuple):
+        return None
+    if isinstance(mask_or_plan, Plan):
+        plan: Plan | None = mask_or_plan
+    else:
+        plan = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
     # Autocast would make other arguments of these.
-    if stored is not None and not torch.is_autocast_enabled(stored.device.type):
-        ready = stored.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *scale_tuple)
-        if ready is not None:
-            try:
-                results = ready(q, k, v, bias, sinks, *scale_tuple)
-                return results if return_lse else results[0]
-            except KernelError:
-                pass  # another alignment needs another compilation, which failed; below the next candidate serves
-    if is_dtensor(mask_or_plan) or (not plain and any(map(is_dtensor, (q, k, v, bias, sinks)))):
+    if plan is None or torch.is_autocast_enabled(plan.device.type):
+        return None
+    bound = plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *scale_tuple)
+    if bound is None:
+        return None
+    try:
+        return bound(q, k, v, bias, sinks, *scale_tuple)
+    except KernelError:  # another alignment needs another compilation, which failed; the next candidate serves
+        return None
+
+
+def _eager_call(
+    q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, scale: float | None, bias: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, scales: Any, dropout_p: float, implementation: str | None,
+) -> Results:  # fmt: skip
+    """Check a call and run it: at once where nobody looks at its operators, else as an operator."""
+    scale_tuple = tuple(scales) if isinstance(scales, (tuple, list)) else ()
+    tensors = (q, k, v, bias, sinks, *scale_tuple)
+    plain, traced = is_plain(*tensors), torch.compiler.is_compiling() and is_traced(q)
+    if is_dtensor(mask_or_plan) or (not plain and any(map(is_dtensor, tensors))):
         return _of_dtensors(
-            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, scale=scale, softcap=softcap,
-            implementation=implementation,
+            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p,
+            scale=scale, softcap=softcap, implementation=implementation,
         )  # fmt: skip
-    if not plain and not compiling:
-        refuse_contexts(q, k, v, bias, sinks, *scale_tuple)
+    if not plain and not traced:
+        refuse_contexts(*tensors)
         register_flops()
-    q, k, v = _autocast(q, k, v)
+    call = _checked(q, k, v, scale, bias, softcap, sinks, scales, dropout_p)
+    if not plain or call.q.is_meta:
+        return _operator_call(call, mask_or_plan, implementation, traced)
+    if is_empty(call.q, call.k):
+        return run_empty(call.q, call.k, call.v, mask_or_plan, implementation)
+    arguments = (call.q, call.k, call.v, bias, sinks, scale, softcap, implementation, *call.options.key_values)
+    return run_call(*call[:3], plan_of(mask_or_plan, call.q, call.k), call.options, implementation, arguments)
+
+
+class _Call(NamedTuple):
+    """Checked arguments of a call: q, k and v in the dtype of autocast, the others as the operators take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: Options
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None, softcap: float | None,
+    sinks: Tensor | None, scales: Any, dropout_p: float,
+) -> _Call:  # fmt: skip
+    """Check the arguments of a call but for its mask, and draw the seed of dropout."""
+    q, k, v = under_autocast(q, k, v)
     check_tensors(q, k, v)
-    factor = check_scale(scale, q.shape[-1])
-    cap = check_softcap(softcap)
+    factor, cap = check_scale(scale, q.shape[-1]), check_softcap(softcap)
     scale_tuple = check_scales(scales, q, k)
     dropout_p = check_dropout(dropout_p)
     seed: Tensor | None = None
     if dropout_p:
         refuse_dropout(scale_tuple)
-        seed = draw_seed(q.device)
-    arguments = (q, k, v, bias, sinks, scale, softcap, implementation)
-    bias = check_bias(bias, q, k.shape[2])
-    sinks = check_sinks(sinks, q)
-    if not plain or q.is_meta:
-        # Planning and choosing are no graph code: the operator does both when it runs.
-        differentiated = _is_differentiated((q, k, v, bias, sinks, *scale_tuple))
-        if differentiated:
-            traced = compiling or not has_values(q)
-            refuse_gradients(mask_or_plan, scale_tuple, traced=traced)
-            if not traced and not is_empty(q, k):
-                options = Options(factor, cap, bias, sinks, dropout_p=dropout_p, seed=seed)
-                mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
-                if not q.is_meta and is_plain(q, k, v, bias, sinks, differentiated=True):
-                    out, lse = EagerAttention.apply(
-                        q, k, v, mask_or_plan, bias, sinks, factor, cap, implementation or "", dropout_p, seed
-                    )
-                    return (out, lse) if return_lse else out
-        handle = handle_of(mask_or_plan, q, k, compiling)
-        named = (q, k, v, handle.key, bias, sinks, factor, cap, implementation or "")
-        if differentiated and compiling and handle.may_change:
-            raise UnsupportedError(_CHANGES, {})
-        if seed is None:
-            operator = masked_attention_op if is_constant(handle, compiling) else varying_attention_op
-            out, lse = operator(*named, *(scale_tuple or (None, None, None)), handle.number, handle.keep)
-        else:
-            operator = dropout_attention_op if is_constant(handle, compiling) else varying_dropout_attention_op
-            out, lse = operator(*named, dropout_p, seed, handle.number, handle.keep)
-    elif is_empty(q, k):
-        out, lse = run_empty(q, k, v, mask_or_plan, implementation)
-    else:
-        options = Options(factor, cap, bias, sinks, scale_tuple, dropout_p, seed)
-        plan_of_call = plan_of(mask_or_plan, q, k)
-        out, lse = run_call(q, k, v, plan_of_call, options, implementation, (*arguments, *options.key_values))
-    return (out, lse) if return_lse else out
+        seed = saved_in_forward(draw_seed, q.device)
+    bias, sinks = check_bias(bias, q, k.shape[2]), check_sinks(sinks, q)
+    return _Call(q, k, v, Options(factor, cap, bias, sinks, scale_tuple, dropout_p, seed))
+
+
+def _operator_call(call: _Call, mask_or_plan: Any, implementation: str | None, traced: bool) -> Results:
+    """Run a call as an operator, which plans and chooses when it runs: neither is graph code.
+
+    Args:
+        traced: whether a compiler or exporter traces the call.
+    """
+    q, k, v, options = call
+    scale, softcap, bias, sinks, scales, dropout_p, seed = options
+    differentiated = _is_differentiated((q, k, v, bias, sinks, *scales))
+    if differentiated:
+        without_values = traced or not has_values(q)
+        refuse_gradients(mask_or_plan, scales, traced=without_values)
+        if not without_values and not is_empty(q, k):
+            mask_or_plan = plan_for_backward(mask_or_plan, q, k, v, options)
+            if not q.is_meta and is_plain(q, k, v, bias, sinks, differentiated=True):
+                return EagerAttention.apply(
+                    q, k, v, mask_or_plan, bias, sinks, scale, softcap, implementation or "", dropout_p, seed
+                )
+    handle = handle_of(mask_or_plan, q, k, traced)
+    keep = handle.keep
+    if differentiated and keep is not None:
+        # PyTorch does not count all writes to the tensor that the user has; the backward pass reads this copy.
+        keep = saved_in_forward(copy_of_mask_op, keep)
+    if differentiated and traced and handle.may_change:
+        raise UnsupportedError(_CHANGES, {})
+    named = (q, k, v, handle.key, bias, sinks, scale, softcap, implementation or "")
+    constant = is_constant(handle, traced)
+    if seed is None:
+        operator = masked_attention_op if constant else varying_attention_op
+        return operator(*named, *(scales or (None, None, None)), handle.number, keep)
+    operator = dropout_attention_op if constant else varying_dropout_attention_op
+    return operator(*named, dropout_p, seed, handle.number, keep)
 
 
 def _of_dtensors(
-    q: Any, k: Any, v: Any, mask_or_plan: Any, bias: Any, sinks: Any, scales: Any, dropout_p: float, return_lse: bool,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` of DTensors; the results are DTensors with the placements of q."""
-    if torch.compiler.is_dynamo_compiling():
-        break_graph("stof.attention computes on the local tensors of DTensors outside of compiled graphs")
-        return torch.compiler.disable(_of_dtensors)(
-            q, k, v, mask_or_plan, bias, sinks, scales, dropout_p, return_lse, **options
-        )
+    q: Any, k: Any, v: Any, mask_or_plan: Any, bias: Any, sinks: Any, scales: Any, dropout_p: float, **options: Any
+) -> Results:
+    """The results of a call of DTensors: DTensors with the placements of q."""
     local = local_call(q, k, v, mask_or_plan, bias, sinks, dropout_p=dropout_p, scales=scales)
     out, lse = attention(*local[:4], bias=local.bias, sinks=local.sinks, return_lse=True, **options)
-    return (global_result(out, q), global_result(lse, q)) if return_lse else global_result(out, q)
+    return global_result(out, q), global_result(lse, q)
 
 
 def explain(
@@ -323,6 +381,10 @@ def explain(
 
 def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:
     """Why compiled code has to leave a call to Python, else ""."""
+    if any(map(is_dtensor, (mask_or_plan, *tensors))):
+        return "stof.attention computes on the local tensors of DTensors outside of compiled graphs"
+    if is_exporting():
+        return ""
     if is_function_or_block_mask(mask_or_plan):
         return "give stof.attention a mask that was made outside of compiled code by from_function"
     reason = ""
@@ -335,18 +397,3 @@ def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> st
 
 def _is_differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, inputs take its dtype, as for PyTorch's own attention; any float64 among them stays."""
-    if not isinstance(q, Tensor):
-        return q, k, v
-    device_type = q.device.type
-    # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
-    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
-        return q, k, v
-    castable = (torch.float16, torch.bfloat16, torch.float32)
-    if not torch.is_autocast_enabled(device_type) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device_type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)

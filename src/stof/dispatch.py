@@ -19,8 +19,24 @@ from stof.plans.backward import gradients_of
 from stof.plans.make import cached_plan, make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import outside_graph_pool, refuse_values
+from stof.runtime.private import past_modes
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import with_four_dims
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs in the dtype of autocast if it is on, as for PyTorch's own attention; any float64 among them stays."""
+    if not isinstance(q, Tensor):
+        return q, k, v
+    device_type = q.device.type
+    # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
+        return q, k, v
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+    if not torch.is_autocast_enabled(device_type) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
@@ -182,6 +198,7 @@ def _empty_call_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.zero_(), lse.fill_(-torch.inf)
 
 
+@past_modes
 def plan_for_backward(mask_or_plan: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Plan:
     """Return the plan of a call whose backward pass may follow, whatever happens to the mask meanwhile.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
 from stof.errors import PlanMismatchError, UnsupportedError
@@ -15,7 +17,7 @@ from stof.handles import NUMBERED, PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.plans.plan import Plan
-from stof.runtime.private import has_values, is_plain
+from stof.runtime.private import has_values, is_plain, recomputes_random_numbers, recomputes_saved_values
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -226,25 +228,41 @@ def _copy(keep: Tensor) -> Tensor:
     return keep.clone()
 
 
-def _kept_values(keep: Tensor | None) -> Tensor | None:
-    """A copy of a bool tensor for the backward pass: PyTorch does not count all writes to the one that the user has.
+def _save_everything(*call: Any, **options: Any) -> CheckpointPolicy:
+    del call, options
+    return CheckpointPolicy.MUST_SAVE
 
-    By an operator of its own: compilers may move a plain copy into the backward pass.
+
+def saved_in_forward(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`make(*arguments)`, one tensor, which compiled backward passes read as the forward pass made it.
+
+    PyTorch's partitioner computes it again under `aggressive_recomputation`, and under an `activation_memory_budget`
+    below 1, unless selective checkpointing says to save it. A budget of 0 ignores that.
     """
-    return None if keep is None else copy_of_mask_op(keep)
+    if not torch.compiler.is_dynamo_compiling() or not recomputes_saved_values():
+        return make(*arguments)
+    contexts = partial(create_selective_checkpoint_contexts, _save_everything)
+    saved: Tensor = checkpoint(make, *arguments, use_reentrant=False, context_fn=contexts)
+    return saved
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass reads: inputs, results, and what names the plan."""
     q, k, v, mask, bias, sinks, scale, softcap, _, *_scales, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep))
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep)
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
 def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """`_save` of a call with dropout: its seed too."""
+    if not has_values(inputs[0]) and recomputes_random_numbers():
+        warnings.warn(
+            "with torch._functorch.config.activation_memory_budget = 0, compiled backward passes draw random numbers "
+            "again: gradients of dropout are wrong, PyTorch's own included; set it above 0",
+            stacklevel=2,
+        )
     q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, sinks, _kept_values(keep), seed)
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 

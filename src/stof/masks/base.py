@@ -126,6 +126,11 @@ class BaseMask(ABC):
         """Tensors that the mask keeps for itself: what plans add to memory besides their layouts."""
         return []
 
+    def tensors_device(self) -> torch.device | None:
+        """The device of the tensors that the mask reads, a GPU rather than the CPU; None if it reads none."""
+        devices = {copy.device for copy in self.frozen().copies()}
+        return max(devices, key=lambda device: device.type != "cpu", default=None)
+
     def changed(self) -> bool:
         """Whether a frozen mask would now keep other scores: a function cannot be copied as tensors are."""
         return False

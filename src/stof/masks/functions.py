@@ -26,6 +26,7 @@ from stof.masks.index import Index
 from stof.masks.single_calls import Indices, MaskFunction, function_name, shape_of, under_vmap
 from stof.masks.snapshots import identity, same_bits
 from stof.runtime.memory import in_capture
+from stof.runtime.private import past_modes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -164,6 +165,7 @@ class FunctionMask(Mask):
             )
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
+    @past_modes
     def _compared(self, index: Index) -> _Known:
         """What is known of the function, after comparing some random scores with single calls.
 
@@ -251,6 +253,7 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     return known
 
 
+@past_modes
 def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """Trace a function at one score."""
     state = _state_of(fn)
@@ -261,6 +264,7 @@ def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     return _Known(_code_of(fn), traits, at, elementwise, closed_form=elementwise, state=state)
 
 
+@past_modes
 def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     """What a function does now.
 

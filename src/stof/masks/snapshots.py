@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stof.errors import MaskError
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import in_capture
+from stof.runtime.private import past_modes
 
 _NUMBERS = WeakIdKeyDictionary()
 # By the number of the tensor that was copied.
@@ -39,6 +40,7 @@ def identity(value: object) -> int:
     return int(number)
 
 
+@past_modes
 def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
     """A copy of a strided tensor's present values; the last copy if the values are equal and it is still alive.
 

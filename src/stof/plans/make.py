@@ -18,6 +18,7 @@ from stof.plans.plan import Plan
 from stof.plans.unsized import UnsizedPlan
 from stof.plans.used_masks import present
 from stof.runtime.memory import refuse_capture
+from stof.runtime.private import past_modes, tensors_have_no_values
 from stof.selection import MaskGeometry
 
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
@@ -27,6 +28,7 @@ _IN_GRAPHS: set[Any] = set()
 plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 
 
+@past_modes
 def make_plan(
     mask: Mask,
     q_len: int,
@@ -61,8 +63,8 @@ def make_plan(
 
 
 def _check_values() -> None:
-    if type(torch.empty(0)) is not Tensor:
-        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode, or another mode of its kind")
+    if tensors_have_no_values():
+        raise MaskError("a plan needs tensors with values; make it before FakeTensorMode")
 
 
 def cached_plan(mask: Any, q: Tensor, k: Tensor) -> Plan | None:
@@ -76,6 +78,7 @@ def cached_plan(mask: Any, q: Tensor, k: Tensor) -> Plan | None:
     return None
 
 
+@past_modes
 def make_sized_plan(
     mask: Mask,
     q_len: int,

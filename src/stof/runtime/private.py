@@ -15,18 +15,23 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch._functorch.config
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _device
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "FORWARD_HOOKS",
@@ -62,16 +67,23 @@ __all__ = [
     "is_traced",
     "launcher_of",
     "outside_tracing",
+    "past_modes",
     "pytree",
     "raw_stream",
+    "recomputes_random_numbers",
+    "recomputes_saved_values",
     "storage_id",
     "takes_derivatives",
+    "tensors_have_no_values",
     "version_of",
     "versions_of",
     "vmap_enabled",
     "without_encoding",
     "without_hooks",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Types of what graphs and calls hold, used elsewhere under these names. `FakeTensor`, `HigherOrderOperator`: without
 # them, fusion cannot tell fake values and wrapped subgraphs. `pytree`: results that are dataclasses of transformers
@@ -167,6 +179,47 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def past_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function whose results are kept for later calls: its operators pass by the modes that are active.
+
+    A mode of `__torch_dispatch__` or `__torch_function__` may record operators, and replay them by their order, as
+    selective activation checkpointing does. It must not see operators that only a first call runs. Fake and functional
+    tensors stay what they are, and so does the default device.
+
+    `_disable_current_modes`, `torch.overrides._pop_mode_temporarily`: no public function leaves a mode. Without them,
+    gradients under selective checkpointing would be those of shifted values.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling() or is_plain() or tensors_have_no_values():
+            return function(*args, **kwargs)
+        default = torch.get_default_device()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            for _ in range(_function_modes()):
+                stack.enter_context(torch.overrides._pop_mode_temporarily())
+            stack.enter_context(torch.device(default))
+            return function(*args, **kwargs)
+
+    return called
+
+
+def recomputes_saved_values() -> bool:
+    """Whether compiled backward passes may compute again what PyTorch's partitioner saves as a rule.
+
+    `torch._functorch.config`, whose settings PyTorch documents. Without it, compiled backward passes would draw another
+    dropout seed, and read a bool mask again.
+    """
+    config = torch._functorch.config
+    return config.aggressive_recomputation or config.activation_memory_budget < 1
+
+
+def recomputes_random_numbers() -> bool:
+    """Whether compiled backward passes draw all random numbers again: `torch._functorch.config`, as above."""
+    return torch._functorch.config.activation_memory_budget == 0
+
+
 def dispatch_modes() -> list[Any]:
     """The modes that look at each operator now.
 
@@ -198,7 +251,12 @@ def has_values(tensor: Tensor) -> bool:
 
     `FakeTensor`, `FunctionalTensor`: without them, calls that are traced would make plans that the trace outlives.
     """
-    return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
+    return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and not tensors_have_no_values()
+
+
+def tensors_have_no_values() -> bool:
+    """Whether a mode makes new tensors fake or functional: `FakeTensorMode`, `FunctionalTensorMode`."""
+    return any(isinstance(mode, (FakeTensorMode, FunctionalTensorMode)) for mode in dispatch_modes())
 
 
 def backward_node() -> torch.autograd.graph.Node | None:
