@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts, survey
 from stof.masks import transposed
 from stof.plans.backward import gradients_of
-from stof.runtime.files import read_json, write_atomically
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.backward_tilings import SPLITS, BackwardTile, BackwardTiling, critical_load, head_groups, tiles_of
 from stof.selection.device_model import BackwardTimes, DeviceModel
@@ -233,20 +230,13 @@ def summary(rows: Sequence[MeasuredTile], model: DeviceModel) -> str:
     return f"{len(regrets)} cells: regret {statistics.mean(regrets):.2%} (mean), {max(regrets):.1%} (worst)"
 
 
-def write(file: Path, rows: Sequence[MeasuredTile]) -> None:
-    """Write measurements."""
-    write_atomically(file, json.dumps([asdict(row) for row in rows]))
-
-
-def read(file: Path) -> list[MeasuredTile]:
-    """Read measurements.
+def from_json(values: Iterable[dict[str, Any]]) -> list[MeasuredTile]:
+    """Rows of a file of measurements.
 
     Raises:
-        ArgumentError: the file holds something else.
-        OSError: it cannot be read.
+        ArgumentError: they are something else.
     """
     try:
-        values: Any = read_json(file)
         return [MeasuredTile(**{**value, "tile": BackwardTile(**value["tile"])}) for value in values]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{file} holds no measurements of stof tune --device --backward: {error!r}") from None
+    except (TypeError, KeyError) as error:
+        raise ArgumentError(f"these are no measurements of stof tune --device --backward: {error!r}") from None
