@@ -17,8 +17,8 @@ from stof.errors import ArgumentError
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import survey
 from stof.selection import KernelChoice
-from stof.selection.cost_model import estimate
-from stof.selection.device_model import DEFAULT_DEVICE, DeviceModel, KernelTimes, kernel_key, load_model
+from stof.selection.cost_model import estimate, kernel_key
+from stof.selection.device_model import DEFAULT_DEVICE, DeviceModel, KernelTimes, load_model
 from stof.testing.attention_check import AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 

@@ -26,8 +26,17 @@ from stof.layout.survey import TileCounts, survey
 from stof.masks import transposed
 from stof.plans.backward import gradients_of
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.backward_tilings import SPLITS, BackwardTile, BackwardTiling, critical_load, head_groups, tiles_of
+from stof.selection.backward_tilings import (
+    SPLITS,
+    BackwardTile,
+    BackwardTiling,
+    critical_load,
+    head_groups,
+    tiles_of,
+    triton_tilings,
+)
 from stof.selection.device_model import BackwardTimes, DeviceModel
+from stof.selection.implementations import Backward
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.timing import time_calls
@@ -117,8 +126,7 @@ def _measure_cell(
     out, lse = attention(q, k, v, plan, return_lse=True)
     needs = NeedsGrad(q=kernel == "dq", kv=kernel == "dkv", bias=False, sinks=False)
     expected = _expected(problem, d_out)
-    backward = IMPLEMENTATIONS["block_wise"].backward
-    assert backward is not None
+    implementation, backward = _measured_implementation()
     calls: dict[str, Callable[[], object]] = {}
     variants: dict[str, tuple[BackwardTile, int | None, int]] = {}
     for tile in tiles_of(kernel, call_of(shape, dtype)):
@@ -131,7 +139,7 @@ def _measure_cell(
                 dq, dkv = (chosen, _OTHER) if kernel == "dq" else (_OTHER, chosen)
                 text = f"{name} {shape} {kernel} {tile} slab {slab} split {split}"
                 try:
-                    prepared = gradients_of(plan).prepared("block_wise", BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
+                    prepared = gradients_of(plan).prepared(implementation, BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
                     if split and not getattr(prepared, kernel).slots:
                         continue  # no row block is long enough
                     options = Options(shape.head_dim**-0.5)
@@ -154,6 +162,12 @@ def _measure_cell(
     if rows:
         report(f"{name} {shape} {kernel}: {len(rows)} variants, best {min(row.us for row in rows):.1f} us")
     return rows
+
+
+def _measured_implementation() -> tuple[str, Backward]:
+    """The implementation whose backward pass has these tiles."""
+    listed = ((name, one.backward) for name, one in IMPLEMENTATIONS.items())
+    return next((name, one) for name, one in listed if one is not None and one.tilings is triton_tilings)
 
 
 def _expected(problem: AttentionProblem, d_out: Tensor) -> tuple[Tensor | None, ...]:

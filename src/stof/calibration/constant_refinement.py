@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stof.calibration.measure import Measured, call_of_row, survey_of
-from stof.selection.cost_model import estimate
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
+from stof.selection.cost_model import estimate, kernel_key
+from stof.selection.device_model import DeviceModel, KernelTimes
 
 # What constants may be multiplied by: little more than estimates are off by.
 FACTORS = (1.0, 0.94, 0.955, 0.97, 0.985, 1.015, 1.03, 1.045, 1.06)

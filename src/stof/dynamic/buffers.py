@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
+# The implementations whose lists buffers hold.
+HOPPER, BLOCK_WISE = "hopper", "block_wise"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ class WorkBuffers:
             for launch in launches:
                 launch()
 
-        self._use("block_wise", fill, captured)
+        self._use(BLOCK_WISE, fill, captured)
 
     def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
         """The same for the Hopper kernel's lists, which are made when first used.

@@ -19,10 +19,10 @@ from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.selection.capabilities import CallSpec
-from stof.selection.cost_model import last_slot
 from stof.selection.device_model import DEFAULT_DEVICE, BackwardTimes, DeviceModel, load_model
 from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.resources import head_dim_class
+from stof.selection.slot_assignment import last_slot
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
 from stof.selection.cost_model import estimate, widening_us
 from stof.selection.device_model import DeviceModel, load_model
-from stof.selection.gpu_candidates import (
+from stof.selection.gpu_choices import (
     fits,
     geometries,
     gpu_choices,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 # Why layouts do not fit choices, by `KernelChoice.layout_key`, as far as one plan has found out.
 LayoutErrors = Mapping[Hashable, str]
 NO_LAYOUT_ERRORS: LayoutErrors = {}
-# Implementations whose choices the cost model weighs; the others follow in their order of preference.
-_MODELLED = ("hopper", "hopper_fp8", "decode", "block_wise", "row_wise")
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ def _candidates(
         refusals = tuple(impl.capabilities.refusals(call))
         if refusals:
             refused.append(Candidate(name, refusals))
-        elif device is None or geometry is None or name not in _MODELLED:
+        elif device is None or geometry is None or impl.gpu is None:
             failed = None if device is None else failures.reason(KernelChoice(name), call, device)
             if failed is None:
                 runs.append(Candidate(name, (), KernelChoice(name)))
