@@ -27,7 +27,7 @@ from stof.kernels.hopper.config import blocks_per_sm
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.prepare import PreparedTiles, prepare_fp8
-from stof.kernels.hopper.tile_lists import RANGE, make_tile_lists
+from stof.kernels.hopper.tile_lists import TILE_RANGE, make_tile_lists
 from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
@@ -355,7 +355,7 @@ def recorded(case: Case) -> Recorded:
             slabs = layout.config.slab in (8, 16) or layout.config.compact_columns
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
-                lists = replace(lists, ranges=torch.zeros(len(lists.items), len(RANGE), dtype=torch.int32))
+                lists = replace(lists, ranges=torch.zeros(len(lists.items), len(TILE_RANGE), dtype=torch.int32))
             if case.name.endswith(FEW_KEYS):
                 lists = replace(lists, exact_tiles=2, has_full=0)
             if COMPACTED_TOO in case.name:

@@ -13,7 +13,7 @@ from torch import Tensor
 from stof.errors import TooLargeError
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
 # Layouts of fewer tiles always fit: 2 GB at most.
 _SMALL = 2**20
@@ -111,7 +111,7 @@ def _tiles_at_least(head_mask: HeadMask, config: LayoutConfig) -> int:
     q, q_stop = _cut(rows, down, head_mask.device)
     kv, kv_stop = _cut(columns, _RECTANGLES // down, head_mask.device)
     q_range, kv_range = (
-        Range((first * size).view(shape), (stop * size).clamp(max=length).view(shape) - 1)
+        Interval((first * size).view(shape), (stop * size).clamp(max=length).view(shape) - 1)
         for first, stop, size, length, shape in (
             (q, q_stop, config.block_m, head_mask.q_len, (1, 1, -1, 1)),
             (kv, kv_stop, config.block_n, head_mask.kv_len, (1, 1, 1, -1)),

@@ -1,6 +1,6 @@
 """Masks as numbers: short programs that a kernel runs on positions and on ranges of them.
 
-A program is a list of instructions for a stack of truth values, in postfix order: every named pattern is a few tests of
+A program is a list of instructions for a stack of truth values, in postfix order: every named mask is a few tests of
 the form `low <= x <= high`, where x comes from the query and key positions by one of the operations below. One compiled
 kernel serves all masks that can be written so; see `stof.layout.builders.gpu`.
 """

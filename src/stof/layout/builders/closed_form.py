@@ -14,7 +14,7 @@ from stof.errors import MaskFunctionError
 from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
 # Scores, or rectangles, asked for at once: bounds the memory of int64 temporaries to some 100 MB.
 _AT_ONCE = 2**22
@@ -111,8 +111,8 @@ class _Grid:
         """Which squares, `square` tiles wide, keep nothing, and which everything, `[T, 1, rows, columns]`."""
         tall, wide = self.config.block_m * square, self.config.block_n * square
         bounds = self.head_mask.tile_bounds(
-            Range(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
-            Range(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
+            Interval(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
+            Interval(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
         )
         shape = np.broadcast_shapes(row.shape, column.shape)  # torch.broadcast_shapes imports sympy
         # Tiles that reach past the last key are partial however much they keep.
