@@ -55,7 +55,7 @@ CELLS = (
 _OTHER = (LayoutConfig(32, 32), None), KernelConfig(num_warps=4, num_stages=2)
 # The largest error of a gradient, relative to the largest value.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
-# Rounds of fitting, each with programs assigned to slots by the constants of the round before.
+# Rounds of fitting. Each assigns thread blocks to slots by the constants of the round before.
 _ROUNDS = 8
 
 

@@ -33,7 +33,7 @@ from stof.testing.mask_grid import Shape
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Rounds of placing work by the constants of the round before; they settle after three.
+# Rounds of fitting. Each assigns thread blocks to slots by the constants of the round before; three suffice.
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
@@ -59,10 +59,10 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
 def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes) -> KernelTimes:
     best, least = start, math.inf
     known = [((row.choice, call_of_row(row), survey_of(row)), row.us) for row in rows]
-    # What goes before the kernel does not depend on its constants.
+    # The time of launches before the kernel does not depend on its constants.
     cases = [(*case, us, model.launch + compaction_us(*case, model)) for case, us in known]
     gpu = gpu_of(rows[0].choice)
-    # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
+    # Persistent thread blocks take time to set up. One alone on a multiprocessor is as fast on a GPU that is not full.
     settings = [(1.0, us) for us in _STARTS] if gpu.persistent else []
     if not gpu.persistent or gpu.occupancy(rows[0].choice, cases[0][1], model.shared_bytes) > 1:
         settings += [(solo, 0.0) for solo in _SOLO]
@@ -80,7 +80,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
                     measured.append(1.0)
             if not features:
                 return start
-            # A weak pull to the initial constants decides what the measurements leave open.
+            # A weak regularisation towards the initial constants decides what the measurements leave open.
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])

@@ -138,7 +138,7 @@ def measure_cell(
     report: Callable[[str], None],
     only: str = "",
 ) -> list[Measured]:
-    """Time every candidate of a cell, by its mask's name, that is right and not hopeless."""
+    """Time every candidate of a cell whose estimate is near the best and whose result is right."""
     mask = cell_mask(name, shape)
     problem = AttentionProblem.draw(mask, shape, device, dtype)
     bias = cell_bias(name, problem)

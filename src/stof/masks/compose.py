@@ -107,7 +107,7 @@ class Composite(Mask):
     depth: int = 1
     deepest: ClassVar[int] = DEEPEST
 
-    # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
+    # Not stored: whether a mask function uses an index is known only after it was traced at positions that it accepts.
     @property
     def depends_on_batch(self) -> bool:
         return any(mask.depends_on_batch for mask in self.masks)

@@ -1,8 +1,8 @@
 """Estimated time of a choice on a GPU: a few physical terms, with constants measured on the device.
 
-A program handles one work item: a fixed part (launch, first loads, last stores) plus so much per partial and per full
-tile. Programs run on `multiprocessors * occupancy` slots, longest first. A machine that is not full runs each of
-them faster. The constants are those of a `DeviceModel`.
+A thread block takes for a work item a fixed time (launch, first loads, last stores), and a time for each partial and
+each full tile. Thread blocks run on `multiprocessors * occupancy` slots, longest first. Where slots stay empty, each
+runs faster. The constants are those of a `DeviceModel`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stof.selection.kernel_choice import KernelChoice
 from stof.selection.resources import head_dim_class, loads_bias_scalar
 from stof.selection.slot_assignment import last_slot
 
-# Operations of a program in a microsecond while another one shares its multiprocessor: in float16 and bfloat16, and in
-# float32 (three TF32 matmuls).
+# Operations of a thread block in a microsecond while another one shares its multiprocessor: in float16 and bfloat16,
+# and in float32 (three TF32 matmuls).
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
 # Factors of a bias on the time of a tile, for configurations without measurements with one. The Triton kernel takes 1.3
@@ -37,11 +37,11 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer with the heads last (`python -m benchmarks kernels --cases t5,8,512,full`) and 66 with contiguous rows. For rows
 # of odd strides it is a guess.
 _SCATTERED_BIAS_COST = 3.0
-# In the row-wise kernel the cost of a key grows with this power of the head's width where programs fill the machine
+# In the row-wise kernel the cost of a key grows with this power of the head's width where thread blocks fill all slots
 # (random masks, an H200).
 _ROW_KEY_WIDTH = 0.8
-# The row-wise kernel's longest row, where programs are few: the latency of one step's loads, and each column of a step
-# (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
+# The row-wise kernel's longest row, where thread blocks are few: the latency of one step's loads, and each column of a
+# step (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
 _ROW_STEP_US, _ROW_COLUMN_US = 0.95, 0.008
 # Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone binds. Fitted: of 8.3 to
 # 10 million this gives the best picks among measurements, where tiles got 8 million at best.
@@ -53,7 +53,7 @@ _GATHERED_L2 = 4.9e6
 # no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants
 # were measured without lazy rescaling.
 _LAZY_PARTIAL = {64: 0.82, 128: 0.9}
-# How much longer PyTorch takes to copy a bias into other rows than as it lies: a guess, since its reads are scattered.
+# Factor on the time in which PyTorch copies a bias to another memory order, for its scattered reads: a guess.
 _SCATTERED = 4.0
 # The launch that compacts keys, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
 _COMPACTION_US = 1.5
@@ -84,7 +84,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
 
 
 def longest_row_us(call: CallSpec, keys: int) -> float:
-    """What the row with most keys takes the row-wise kernel, step after step."""
+    """Time of the row-wise kernel for the row with most keys, which it reads in sequential steps."""
     columns = default_config(max(call.head_dim, call.value_dim), keys, call.dtype.itemsize).cols
     steps = max(1, math.ceil(keys / columns))
     return (_ROW_STEP_US + _ROW_COLUMN_US * columns) * steps
@@ -122,9 +122,9 @@ def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
 
 
 def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
-    """Constants of a choice, if it or a like one was measured.
+    """Constants of a choice, None where neither it nor a similar one was measured.
 
-    Those without a bias say enough of those with one, and Triton's with rows in order of those without.
+    Where no measurement has the bias or the row order of a choice, one without them stands in.
     """
     gpu = gpu_of(choice)
     if gpu.measured_as is not None:
@@ -147,7 +147,7 @@ def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTi
 
 
 def _bias_cost(choice: KernelChoice, call: CallSpec) -> float:
-    """What a bias makes of the time of a tile that was not measured with one; decoding waits for keys and values."""
+    """Factor of a bias on a tile's time, for kernels not measured with one; 1 for decoding, which memory bounds."""
     gpu = gpu_of(choice)
     if gpu.few_rows:
         return 1.0
@@ -172,7 +172,7 @@ def _with_stages(choice: KernelChoice, more: int) -> KernelChoice:
 
 
 def guessed_times(choice: KernelChoice, call: CallSpec) -> KernelTimes:
-    """Constants for a kernel that was not measured: its arithmetic at what like kernels reach on an H200."""
+    """Constants for a kernel that was not measured: operations of a tile over the rate of similar ones on an H200."""
     assert choice.layout is not None
     flops = 2.0 * max(choice.layout.block_m, 64) * choice.layout.block_n * (call.head_dim + call.value_dim)
     tile = flops / _FLOPS_PER_US[call.dtype == torch.float32]
@@ -236,7 +236,7 @@ def overlapped(compute_us: float, bytes_us: float) -> float:
 def critical_load(
     choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
 ) -> tuple[Tensor, float, float]:
-    """What the slot that ends last has done, how full the machine was, and the time memory needs.
+    """Work of the slot that ends last, the share of slots in use, and the time of the memory traffic.
 
     Returns:
         `(load, filled, bytes_us)`: float64 `[5]` items, partial tiles, full tiles, chunks written, chunks read back;
@@ -258,12 +258,12 @@ def critical_load(
     copies = parts * (groups / masks)
     slots = model.multiprocessors * gpu.occupancy(choice, call, model.shared_bytes)
     # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
-    # group starts late, unless all programs start at once.
+    # group starts late, unless all thread blocks start at once.
     rounds = math.ceil(groups / (kernel.side or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    # Programs rounded up to as many on every multiprocessor: the one with most of them ends last.
+    # Thread blocks, rounded up to equally many on every multiprocessor: the one with most of them ends last.
     programs = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
     filled = min(1.0, programs / slots)
     if gpu.persistent and rounds > 1:
@@ -272,7 +272,7 @@ def critical_load(
         load = average * late + last_slot(loads, each, copies / rounds, slots)
     if not gpu.persistent:
         load = max((load, average), key=lambda one: float(one @ times.weights())).clone()
-        # In the last wave of programs many slots are idle. On the Hopper kernel, whose thread blocks stay, this
+        # In the last wave of thread blocks many slots are idle. For the persistent Hopper kernel this correction makes
         # estimates worse.
         busy = float(average @ times.weights()) / float(load @ times.weights())
         filled = min(1.0, busy * programs / float(copies.sum()))

@@ -28,7 +28,7 @@ class KernelTimes:
         partial, full: one tile of that kind.
         merge: what an item costs more when it is a chunk of a split row block.
         collect: each chunk that the last one to finish reads back.
-        solo: factor on all of them when few programs run.
+        solo: factor on all of them when few thread blocks run.
         start: before a thread block's first item, where blocks stay and take item after item.
     """
 
@@ -52,7 +52,7 @@ class BackwardTimes:
     """Microseconds of one configuration of a backward kernel; they only rank its variants.
 
     Attributes:
-        item: fixed part of a program.
+        item: fixed part of a thread block.
         partial, full: one tile of that kind.
         chunk: what a chunk of a split row block costs more: its sums are written, and merged.
     """
@@ -77,7 +77,7 @@ class DeviceModel:
         shared_bytes: shared memory of a multiprocessor.
         launch: microseconds of an empty launch.
         bytes_per_us: memory bandwidth.
-        row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
+        row_wise: microseconds that a row and a kept key at head_dim 64 add to the row-wise kernel when the GPU is full.
         kernels: by the key of `cost_model.kernel_key`.
         backward: of the backward kernels, by the key of `BackwardTile.key`.
         stands_in_for: the device these constants are used for, where that was never tuned; else "".
@@ -94,7 +94,7 @@ class DeviceModel:
     stands_in_for: str = ""
 
     def notice(self) -> str:
-        """What people are told of constants that are another device's; "" for a device that was tuned."""
+        """A message to users that the constants are another device's; "" for a device that was tuned."""
         if not self.stands_in_for:
             return ""
         return (

@@ -23,8 +23,8 @@ from stof.selection.resources import head_dim_class, spills_registers, tile_shar
 RowOrders = tuple[str | None, ...]
 _Tile = tuple[tuple[int, int, int, int, int], bool]
 # (block_m, block_n, warps, stages, registers) worth having, by head_dim class; `stof tune --device` times them all.
-# Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two programs or more on a
-# multiprocessor, which hide each other's softmax (benchmarks/notes/attention.md has the sweep).
+# Three stages keep K and V of two tiles in flight; four warps on 64 rows leave room for two thread blocks or more
+# on a multiprocessor, which hide each other's softmax (benchmarks/notes/attention.md has the sweep).
 _TILES = {
     64: ((64, 64, 4, 3, 128), (64, 128, 4, 3, 168), (64, 32, 4, 3, 0), (64, 32, 4, 3, 96), (128, 128, 4, 3, 0)),
     128: ((64, 64, 4, 3, 0), (64, 32, 4, 3, 168), (128, 128, 8, 3, 0), (128, 64, 8, 4, 0), (64, 64, 4, 2, 0)),
@@ -38,14 +38,14 @@ _FLOAT32_TILES = {
 # (block_n, warps, stages): decoding is bound by memory, so what counts is bytes in flight. The first was the fastest
 # in every decode cell of `stof tune --device` on an H200; the second is for GPUs with less shared memory.
 _DECODE_TILES = ((128, 4, 3), (64, 4, 2))
-# (block_m, block_n, stages) of the Hopper kernel by head_dim class: two warpgroups, three where registers allow, or one
-# in each of two or three thread blocks on a multiprocessor, for short row blocks; and what shared memory holds.
+# (block_m, block_n, stages) of the Hopper kernel by head_dim class: two warpgroups, three where registers allow, or,
+# for short row blocks, one in each of two or three thread blocks on a multiprocessor. Stages fill shared memory.
 _HOPPER_TILES = {
     64: ((128, 128, 4), (192, 128, 3), (64, 128, 2), (64, 64, 3)),
     128: ((128, 128, 2), (64, 64, 2)),
     256: ((128, 64, 2), (64, 64, 2)),
 }
-# Stages where row blocks go in pairs, which is for heads of 128: what shared memory holds.
+# Stages of paired row blocks (heads of 128), as many as fit in shared memory.
 _PAIRED_STAGES = 5
 # With a bias, whose tiles take shared memory and registers.
 _HOPPER_BIAS_TILES = {
@@ -55,13 +55,14 @@ _HOPPER_BIAS_TILES = {
 }
 # Keys of a chunk: short ones fill the machine when there are few sequences, long ones need fewer merges.
 _CHUNK_KEYS = (512, 1024, 2048, 4096)
-# Row blocks that fill a machine without being split, and chunks that the Hopper kernel then makes of one at most, by
-# whether its thread blocks are of one warpgroup. Those of several merge a step for every doubling; more never paid:
-# Longformer's 8192 tokens of 128 took 227 us instead of 171. Those of one read all others back at the end.
+# Row blocks that fill a GPU without being split, and the most chunks that the Hopper kernel then cuts one into, by
+# whether its thread blocks have one warpgroup. Several warpgroups merge chunks in a binary tree: eight chunks instead
+# of four took 227 us instead of 171 (Longformer, 8192 tokens, head_dim 128). With one, the last reads all others.
 _ENOUGH, _MOST_CHUNKS = 256, {False: 4, True: 8}
-# Further numbers of chunks: six for Longformer at 4096 tokens, head_dim 64, are 5 % faster than four or eight.
+# Keys of another chunk size with one warpgroup: six chunks (Longformer, 4096 tokens, head_dim 64) are 5 % faster than
+# four or eight.
 _CHUNK_KEYS_OF_ONE = 768
-# As `L2_SHARE`. The Hopper kernel's thread blocks keep step less well, so they want more room.
+# As `L2_SHARE`. Thread blocks of the Hopper kernel drift further apart, so fewer heads share the L2 cache.
 _HOPPER_L2_SHARE = 16 * 2**20
 
 

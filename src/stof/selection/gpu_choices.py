@@ -15,13 +15,13 @@ from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry
 from stof.selection.resources import head_dim_class
 
-# Tiles of a row block, on average, from which on three thread blocks on a multiprocessor cannot be fed: wider tiles are
-# 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8. And tiles of the row block in which
-# the average tile is: wider ones are 5 % slower for windows, whose row blocks are alike, at 8.8, and 5 % faster for
-# causal masks at 11.
+# From these numbers of tiles on, three thread blocks on a multiprocessor wait for the L2 cache. `_LONG` is the mean of
+# all row blocks: wider tiles are 25 % faster at 64 tiles, 5 % at 16, and between 5 % faster and 4 % slower at 8.
+# `_MOSTLY_LONG` is the mean over tiles of the tiles in their row block: wider ones are 5 % slower at 8.8 (windows,
+# whose row blocks are alike), and 5 % faster at 11 (causal masks).
 _LONG, _MOSTLY_LONG = 8, 10.5
-# Tiles of a row block from which on pairs are slower: by 10 % at 64 (causal, 8192 tokens); at 16 (full, 1024) they are
-# 1 % faster.
+# From this mean number of tiles on, paired row blocks are slower: by 10 % at 64 (causal, 8192 tokens); at 16 (full,
+# 1024 tokens) they are 1 % faster.
 _LONG_PAIRS = 24
 
 
@@ -77,8 +77,8 @@ def is_distinct(choice: KernelChoice, survey: Survey, simpler: bool = True) -> b
 def is_l2_bound(choice: KernelChoice, call: CallSpec, survey: Survey) -> bool:
     """Whether three thread blocks on a multiprocessor would wait for the L2 cache, or pairs for their small tiles.
 
-    Each of the three reads keys and values for 64 rows alone. Short row blocks do not notice; with 64 tiles each, 12
-    heads of 4096 tokens read 6.4 TB/s so, all that an H200 has. Pairs lose 10 % there to tiles of 128 x 128.
+    Each of the three reads keys and values for its own 64 rows. With 64 tiles a row block, 12 heads of 4096 tokens read
+    6.4 TB/s, all that an H200's L2 cache gives. Pairs take 10 % longer there than tiles of 128 x 128.
     """
     if choice.layout is None or not gpu_of(choice).persistent:
         return False

@@ -1,4 +1,4 @@
-"""What a choice takes of a multiprocessor: shared memory of a program, and programs that fit at once."""
+"""What a choice takes of a multiprocessor: shared memory of a thread block, and thread blocks that fit at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stof.selection.kernel_choice import KernelChoice
 
 # A multiprocessor's registers on every GPU since sm_80, and bytes of shared memory that the system keeps of each block.
 _REGISTERS, _RESERVED = 65536, 1024
-# Scores of a tile that a thread may hold with a bias, where values of it come 8 at once and where they come one by one.
-# At heads of 64, with a bias of 16 bits, threads spill on sm_80 and sm_90: 8 at once nothing in tiles of 64 x 64 (32
-# scores), 24 bytes at most in 64 x 128 and 320 to 752 in 128 x 128; one by one nothing, 1240 to 1304 and 4512 to 9784.
+# Most scores of a tile that a thread may hold with a bias, where a load brings 8 values of it and where it brings one.
+# Spilled bytes at head_dim 64 with a 16-bit bias on sm_80 and sm_90, for tiles of 64 x 64 (32 scores a thread),
+# 64 x 128 and 128 x 128: with 8 values 0, at most 24, and 320 to 752; with one 0, 1240 to 1304, and 4512 to 9784.
 _SCORES, _SCORES_ONE_BY_ONE = 64, 32
 
 
@@ -22,7 +22,7 @@ def head_dim_class(head_dim: int, value_dim: int) -> int:
 
 
 def tile_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
-    """Bytes of shared memory of a block-wise program, to within a few KB."""
+    """Bytes of shared memory of the block-wise kernel, to within a few KB."""
     layout, kernel, itemsize = choice.layout, choice.kernel, call.dtype.itemsize
     assert layout is not None
     assert kernel is not None
@@ -33,13 +33,12 @@ def tile_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
     held += rows * width * 4 if call.dtype == torch.float32 else 0
     if not call.has_bias:
         return held
-    # A bias is copied there ahead of time, as K and V are; one of 16 bits, where its values come one by one, passes
-    # through in 32.
+    # A bias is prefetched there, as K and V are. A 16-bit bias that is read value by value is stored there in 32 bits.
     return held + rows * layout.block_n * max(4, max(1, kernel.num_stages - 1) * call.bias_itemsize)
 
 
 def spills_registers(choice: KernelChoice, call: CallSpec) -> bool:
-    """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
+    """Whether threads of the block-wise kernel would spill registers with a bias."""
     if not call.has_bias or choice.layout is None or choice.kernel is None:
         return False
     scores = choice.layout.block_m * choice.layout.block_n // (32 * choice.kernel.num_warps)
@@ -89,7 +88,7 @@ def hopper_occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) ->
 
 
 def tile_occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) -> int:
-    """Programs that fit on a multiprocessor with so much shared memory at once."""
+    """Thread blocks of Triton's kernels on a multiprocessor with so much shared memory."""
     kernel = choice.kernel
     assert kernel is not None
     by_memory = shared_bytes // (tile_shared_memory(choice, call) + _RESERVED)

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-# Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
+# Most waves of thread blocks that are placed one by one. With more, the mean load of a slot is close enough.
 _WAVES = 12
 
 
 def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:
-    """Sum of the loads on the slot that ends last, `copies[i]` programs of `each[i]` us placed longest first."""
+    """Sum of the loads on the slot that ends last, `copies[i]` thread blocks of `each[i]` us placed longest first."""
     order = torch.argsort(each, descending=True)
     loads, each, copies = loads[order], each[order], copies[order]
     programs = float(copies.sum())
@@ -26,7 +26,8 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
     sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype, device=each.device)
     start = 0
     while start < len(line):
-        # The slot that is free first takes the longest program left; as many at once as nobody overtakes.
+        # The slot that is free first takes the longest thread block left. A wave is placed at once as far as none of
+        # its thread blocks would end before a later one of them starts.
         ends, free = ends.sort()
         sums = sums[free]
         wave = line[start : start + slots]
@@ -40,9 +41,9 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
 
 
 def _in_line(copies: Tensor) -> list[int]:
-    """Whose copy each program is, in order; parts of copies are put together.
+    """The index in `copies` of each thread block, in order; fractions of copies add up to whole ones.
 
-    In Python: PyTorch asks all its threads to look up some thousand numbers, which takes them longer.
+    In Python: waking PyTorch's threads takes longer than reading some thousand numbers.
     """
     ends = [math.ceil(end) for end in torch.cumsum(copies, 0).tolist()]
     ends[-1] = math.ceil(float(copies.sum()))

@@ -20,11 +20,11 @@ STRIP_SCORES_GPU = 2**25
 # Keys are evaluated or left out in aligned spans of this many: whole tiles of every width there is.
 SPAN = 256
 
-# Masks are asked about each span from this many keys on: with fewer, asking costs more than it saves.
+# From this many keys on, bounds of each span are computed first: with fewer keys this costs more than it saves.
 ASKED_FROM = 2**10
-# Spans, or groups of as many spans each, that one question covers where nothing is known of larger groups.
+# Spans, or groups of as many spans each, that the first call of the mask's bounds covers.
 ASKED_AT_ONCE = 2**12
-# Numbers of row blocks, each twice the one before, that one question covers.
+# Numbers of row blocks, each twice the one before, whose bounds are computed in one call.
 _ASKED_DOUBLINGS = 3
 
 
