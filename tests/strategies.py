@@ -18,12 +18,12 @@ small = st.integers(0, 40)
 
 @st.composite
 def named_masks(draw: st.DrawFn, kv_len: int = 32, batch: int = 1) -> Mask:
-    """One named pattern that fits `q_len <= kv_len` and this batch."""
+    """One named mask that fits `q_len <= kv_len` and this batch."""
     lengths = st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)
-    kind = draw(st.sampled_from(sorted(masks.PATTERNS)))
+    kind = draw(st.sampled_from(sorted(masks.NAMED_MASKS)))
     match kind:
         case "full" | "causal":
-            return masks.PATTERNS[kind]()
+            return masks.NAMED_MASKS[kind]()
         case "sliding_window":
             return masks.sliding_window(draw(small), draw(small))
         case "dilated_window":
@@ -71,7 +71,7 @@ def document_masks(draw: st.DrawFn, kv_len: int, batch: int = 1) -> Mask:
 
 
 def mask_trees(kv_len: int = 32, batch: int = 1, leaves: int = 5) -> st.SearchStrategy[Mask]:
-    """Expressions of named patterns with `& | ~`."""
+    """Expressions of named masks with `& | ~`."""
     return st.recursive(
         named_masks(kv_len, batch),
         lambda inner: (

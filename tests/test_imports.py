@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handles",),
     ("dispatch",),
     ("operators",),
-    ("flop_formula", "sharding"),
+    ("dtensors", "flop_formula"),
     ("attention",),
     ("fusion", "drawing", "unpadding"),
     ("integrations", "distributed"),

@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is started; as for `stof.calibration.model_loading.load`, and options of the backend."""
+    """What is started; as for `stof.cli.model_loading.load`, and options of the backend."""
 
     model: str
     batch: int
@@ -86,7 +86,7 @@ def start_here(asked: Mapping[str, Any]) -> Start:
     import torch
 
     import stof
-    from stof.calibration.model_loading import load
+    from stof.cli.model_loading import load
     from stof.fusion.records.report import FusionReport
 
     import_s, imported = time.time() - asked["began"], time.perf_counter()

@@ -23,7 +23,7 @@ from stof.calibration.measure import call_of
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.masks import Mask
 from stof.selection.device_model import load_model
-from stof.selection.resources import occupancy
+from stof.selection.implementations import gpu_of
 from stof.testing.mask_grid import GRID, GridMask, Shape
 
 TAU = 1.2  # in the paper; 1 in its published script
@@ -266,7 +266,7 @@ def _measure(
         layout, kernel = one.choice.layout, one.choice.kernel
         assert layout is not None
         assert kernel is not None
-        resident = occupancy(one.choice, call, model.shared_bytes) * kernel.num_warps / _WARPS_PER_SM
+        resident = gpu_of(one.choice).occupancy(one.choice, call, model.shared_bytes) * kernel.num_warps / _WARPS_PER_SM
         return block_score(layout.block_m, layout.block_n, shape, resident, model.multiprocessors)
 
     unfit: dict[Hashable, str] = {}

@@ -16,6 +16,7 @@ from stof.dispatch import (
     run_empty,
     under_autocast,
 )
+from stof.dtensors import global_result, is_dtensor, local_call
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
 from stof.handles import FULL, Intersection, handle_of, is_constant
@@ -38,7 +39,6 @@ from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
 from stof.selection import Explanation
-from stof.sharding import global_result, is_dtensor, local_call
 from stof.validation import (
     check_bias,
     check_dropout,
@@ -204,7 +204,7 @@ def attention(
         ShapeError, HeadCountError, DtypeError, DeviceError: tensors that disagree.
         PlanMismatchError: a plan made for other lengths, batch or heads.
         UnsupportedError: under `torch.export`, a mask function, or a plan or mask that holds a function or tensor: an
-            exported program outlives them. It takes masks made of named patterns, and bool tensors.
+            exported program outlives them. It takes masks made of named masks, and bool tensors.
         UnsupportedError: while a CUDA graph is captured, a first call under a mask or plan, or with such tensors, or a
             mask with tensors in it, which replays would read as it was.
         ArgumentError: a scale, softcap, scales, dropout_p or implementation outside what is accepted.

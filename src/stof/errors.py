@@ -56,7 +56,7 @@ class MaskSyntaxError(MaskError):
 
 
 class UnknownMaskError(MaskSyntaxError):
-    """A name in a mask expression that is no known pattern; the message has the nearest valid name."""
+    """A name in a mask expression that is no known mask; the message has the nearest valid name."""
 
 
 class LayoutError(StofError, ValueError):

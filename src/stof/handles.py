@@ -83,7 +83,7 @@ def is_full(mask: Mask | Intersection) -> bool:
 
 
 def intersection(mask: Mask | Intersection, other: Mask) -> Mask | Intersection:
-    """`own & other`, without `masks.full()`; in code that is being compiled, an `Intersection` if one has a number."""
+    """`mask & other`, without `masks.full()`; in code that is being compiled, an `Intersection` if one has a number."""
     if is_full(other):
         return mask
     if is_full(mask):
@@ -173,7 +173,7 @@ def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor, traced: bool) -> Handle:
         if not mask.number:
             return Handle(mask.key)
         return Handle(NUMBERED, mask.number, None, mask.may_change, None if traced else mask)
-    # A number means nothing to the process that loads the program, which takes named patterns and tensors.
+    # A number means nothing to the process that loads the program, which takes masks by their keys, and tensors.
     named_mask = mask_or_plan.mask if isinstance(mask_or_plan, Plan) else as_mask(mask_or_plan)
     if isinstance(named_mask, DenseMask):
         return Handle(TENSOR, 0, named_mask.keep)

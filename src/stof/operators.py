@@ -109,7 +109,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *options: Any) -> tuple[Te
         raise UnsupportedError(
             f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
             "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "
-            "made of named patterns, or a bool tensor (an input or a buffer of the module), e.g. "
+            "made of named masks, or a bool tensor (an input or a buffer of the module), e.g. "
             "mask.to_dense(q_len, kv_len) or plan.to_dense()",
             {},
         )

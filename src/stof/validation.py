@@ -245,7 +245,7 @@ def check_bias(bias: Tensor | None, q: Tensor, kv_len: int) -> Tensor | None:
         raise DeviceError(f"bias is on {bias.device}, the inputs on {q.device}")
     full = (q.shape[0], q.shape[1], q.shape[2], kv_len)
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    # Spelled out, not `own not in (1, size)`: compilers compare symbolic sizes with ==, not in tuples.
+    # Spelled out, not `broadcast not in (1, size)`: compilers compare symbolic sizes with ==, not in tuples.
     if bias.ndim > 4 or any(broadcast != 1 and broadcast != size for broadcast, size in zip(shape, full, strict=True)):
         raise ShapeError(f"bias broadcasts to [B, H, Sq, Skv] = {list(full)}, got {list(bias.shape)}")
     return with_four_dims(bias)

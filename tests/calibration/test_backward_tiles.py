@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stof.calibration import backward_tiles
-from stof.calibration.backward_tiles import MeasuredTile, fit, measure, read, summary, write
+from stof.calibration import backward_tiles, measurement_file
+from stof.calibration.backward_tiles import MeasuredTile, fit, from_json, measure, summary
 from stof.calibration.measure import call_of
 from stof.cli.main import app
 from stof.errors import ArgumentError
@@ -78,12 +78,11 @@ def test_wrong_variants_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_and_the_command(tmp_path: Path) -> None:
     rows = rows_of(BASE.backward)[:12]
-    write(tmp_path / "rows.json", rows)
-    assert read(tmp_path / "rows.json") == rows
+    measurement_file.write(tmp_path / "rows.json", BASE, rows)
+    assert from_json(measurement_file.read([tmp_path / "rows.json"])[1]) == rows
     command = ["tune", "--backward", "--measurements", str(tmp_path / "rows.json")]
     done = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "model.json")])
     assert done.exit_code == 0, done.output
     assert "kernels" in (tmp_path / "model.json").read_text()
-    (tmp_path / "rows.json").write_text('{"a": 1}')
     with pytest.raises(ArgumentError, match="no measurements of stof tune --device --backward"):
-        read(tmp_path / "rows.json")
+        from_json([{"a": 1}])

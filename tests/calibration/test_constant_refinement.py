@@ -16,7 +16,8 @@ from stof.calibration.constant_refinement import FACTORS, LEAST_GAIN, polish
 from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import survey
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
+from stof.selection.cost_model import kernel_key
+from stof.selection.device_model import DeviceModel, KernelTimes
 from stof.selection.kernel_choice import KernelChoice
 from stof.testing.mask_grid import Shape
 

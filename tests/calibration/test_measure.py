@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,14 @@ import torch
 from stof import LayoutConfig, attention, masks
 from stof.calibration import least_squares as fit
 from stof.calibration import measure as selector
+from stof.calibration import measurement_file
 from stof.cli.tune_device import tune_device
+from stof.errors import ArgumentError
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import survey
 from stof.selection import KernelChoice
-from stof.selection.cost_model import estimate
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
+from stof.selection.cost_model import estimate, kernel_key
+from stof.selection.device_model import DEFAULT_DEVICE, DeviceModel, KernelTimes, load_model
 from stof.testing.attention_check import AttentionProblem, Expected
 from stof.testing.mask_grid import Shape
 
@@ -107,8 +108,23 @@ def test_the_longest_row_of_a_measurement_is_in_its_survey(measured: list[select
     assert float(selector.survey_of(replace(row, longest_row=0)).kept.max()) < 300
 
 
-def test_measurements_survive_json(measured: list[selector.Measured]) -> None:
-    assert selector.from_json(json.loads(json.dumps(selector.to_json(measured)))) == measured
+def test_measurements_survive_a_file(measured: list[selector.Measured], tmp_path: Path) -> None:
+    """With the device's name and bandwidth, so that they can be fitted on another machine."""
+    file, device = tmp_path / "rows.json", replace(model_with(TRUTH), device="Another GPU", bytes_per_us=1.5e6)
+    measurement_file.write(file, device, measured)
+    model, values = measurement_file.read([file, file])
+    assert selector.from_json(values) == measured * 2
+    assert (model.device, model.multiprocessors, model.bytes_per_us, model.stands_in_for) == (
+        "Another GPU",
+        132,
+        1.5e6,
+        "",
+    )
+    assert model.kernels == load_model(DEFAULT_DEVICE).kernels
+    other = tmp_path / "other.json"
+    measurement_file.write(other, replace(device, device="NVIDIA H200"), measured)
+    with pytest.raises(ArgumentError, match="measured on NVIDIA H200, not on Another GPU"):
+        measurement_file.read([file, other])
 
 
 def test_new_measurements_replace_those_of_the_same_candidates(measured: list[selector.Measured]) -> None:
@@ -126,7 +142,8 @@ def test_every_cell_is_kept_as_soon_as_it_is_measured(
     cells = list(dict.fromkeys(row.cell for row in measured))
     path = tmp_path / "rows" / "measured.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(selector.to_json(measured)))
+    device = model_with(TRUTH)
+    measurement_file.write(path, device, measured)
 
     def cell(mask: str, shape: Shape, *rest: object) -> list[selector.Measured]:
         if mask == cells[-1][0]:
@@ -137,9 +154,10 @@ def test_every_cell_is_kept_as_soon_as_it_is_measured(
     monkeypatch.setattr(selector, "measure_cell", cell)
     monkeypatch.setattr(selector, "CELLS", [(mask, shape) for mask, shape, _ in cells])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measurement_file, "measured_device", lambda: device)
     with pytest.raises(KeyboardInterrupt):
         tune_device(True, [path], None, "", "", "", None, 1, False)
-    rows = selector.from_json(json.loads(path.read_text()))
+    rows = selector.from_json(measurement_file.read([path])[1])
     assert len(rows) == len(measured)
     assert {row.cell for row in rows if row.us == 7.0} == {cell for cell in cells if cell[0] != cells[-1][0]}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stof
-from stof.calibration.model_loading import load
 from stof.cli.main import app
+from stof.cli.model_loading import load
 from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.measure.model_comparison import SEARCHED

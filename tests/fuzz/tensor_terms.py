@@ -157,7 +157,7 @@ def topk_term(draw: random.Random, sizes: Sizes, name: str) -> Term:
 
 
 def reordered_term(draw: random.Random, sizes: Sizes, name: str) -> Term:
-    """A named pattern over tokens in another order."""
+    """A named mask over tokens in another order."""
     inner = named_term(draw, sizes)
     rows = draw.sample(range(sizes.q_len), sizes.q_len)
     columns = draw.sample(range(sizes.kv_len), sizes.kv_len)

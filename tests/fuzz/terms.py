@@ -291,7 +291,7 @@ NAMED: list[Callable[[random.Random, Sizes], Term]] = [
 
 
 def named_term(draw: random.Random, sizes: Sizes) -> Term:
-    """One named pattern that fits the sizes."""
+    """One named mask that fits the sizes."""
     fits = sizes.q_len <= sizes.kv_len
     made = draw.choice([one for one in NAMED if fits or one not in (documents, neighborhood_2d)])
     return made(draw, sizes)

@@ -27,7 +27,7 @@ from stof.kernels.hopper.config import blocks_per_sm
 from stof.kernels.hopper.fp8 import forward as fp8_forward
 from stof.kernels.hopper.paired_tile_lists import make_paired_lists
 from stof.kernels.hopper.prepare import PreparedTiles, prepare_fp8
-from stof.kernels.hopper.tile_lists import RANGE, make_tile_lists
+from stof.kernels.hopper.tile_lists import TILE_RANGE, make_tile_lists
 from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8
 from stof.kernels.triton import block_wise as triton_attention
@@ -39,8 +39,10 @@ from stof.layout.orders.named import named_order
 from stof.layout.survey import Survey
 from stof.masks.tensors import as_mask
 from stof.selection import CallSpec, KernelChoice
-from stof.selection.gpu_candidates import gpu_choices, runtime_choice
-from stof.selection.resources import fp8_shared_memory, head_dim_class, hopper_shared_memory, shared_memory
+from stof.selection.gpu_candidates import runtime_choice
+from stof.selection.gpu_choices import gpu_choices
+from stof.selection.implementations import gpu_of
+from stof.selection.resources import head_dim_class
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
 from tests.kernels.backward_cases import backward_cases, compile_backward
 from tests.kernels.covering import KINDS, covering
@@ -111,7 +113,7 @@ def cases() -> Iterator[Case]:
     yield from _kinds("fp32", call_of(single, 256), ("gathered split",), (90,))
     for group, head_dim in (("D 64", 64), ("D 128", 128)):
         call = call_of(half, head_dim)
-        choice = runtime_choice(call, LayoutConfig(64, 64, 1), LIMIT)
+        choice = runtime_choice("block_wise", call, LayoutConfig(64, 64, 1), LIMIT)
         for tiles in ("tiles", "shared tiles", "contiguous tiles"):
             yield Case(group, f"block_wise D{head_dim} {tiles} {AT_RUN_TIME}", call, choice, (80, 90))
     options = {"has_bias": True, "has_softcap": True, "has_sinks": True}
@@ -353,7 +355,7 @@ def recorded(case: Case) -> Recorded:
             slabs = layout.config.slab in (8, 16) or layout.config.compact_columns
             assert bool(lists.slab) == slabs, "the layout has no slabs"
             if case.name.endswith(AT_RUN_TIME):
-                lists = replace(lists, ranges=torch.zeros(len(lists.items), len(RANGE), dtype=torch.int32))
+                lists = replace(lists, ranges=torch.zeros(len(lists.items), len(TILE_RANGE), dtype=torch.int32))
             if case.name.endswith(FEW_KEYS):
                 lists = replace(lists, exact_tiles=2, has_full=0)
             if COMPACTED_TOO in case.name:
@@ -384,14 +386,11 @@ def compiled(case: Case, record: Recorded, arch: int) -> Compiled:
         options["maxnreg"] = record.options["max_registers"]
     made = assemble(record.source(arch), arch, options)
     choice, estimated, blocks = case.choice, 0, 1
-    if choice.implementation == "hopper" and choice.kernel is not None and choice.layout is not None:
-        estimated = hopper_shared_memory(choice, case.call)
-        width = head_dim_class(case.call.head_dim, case.call.value_dim)
-        blocks = blocks_per_sm(choice.layout.block_m * (1 + choice.kernel.paired), choice.layout.block_n, width)
-    elif choice.implementation == "hopper_fp8" and choice.kernel is not None and choice.layout is not None:
-        estimated = fp8_shared_memory(choice.layout, case.call, choice.kernel.num_stages)
-    elif choice.kernel is not None and choice.layout is not None:
-        estimated = shared_memory(choice.layout, case.call, choice.kernel.num_stages, choice.kernel.pack)
+    if choice.kernel is not None and choice.layout is not None:
+        estimated = gpu_of(choice).shared_memory(choice, case.call)
+        if choice.implementation == "hopper":
+            width = head_dim_class(case.call.head_dim, case.call.value_dim)
+            blocks = blocks_per_sm(choice.layout.block_m * (1 + choice.kernel.paired), choice.layout.block_n, width)
     return Compiled(
         group=case.group,
         name=case.name,

@@ -24,7 +24,7 @@ from stof.layout import Layout, build_layout
 from stof.layout.orders.named import named_order
 from stof.runtime.launch import Launch, TensorMap, _descriptors
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.gpu_candidates import gpu_choices
+from stof.selection.gpu_choices import gpu_choices
 from stof.testing import MEMORY_LAYOUTS, assert_attention, make_inputs
 from tests.kernels.test_hopper_jobs import TILES, even_layout, keep_of, layout_of
 from tests.kernels.test_hopper_pairs import walk

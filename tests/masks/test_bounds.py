@@ -14,29 +14,29 @@ from torch import Tensor
 from stof import masks
 from stof.layout.head_mask import HeadMask
 from stof.masks import Index, Mask
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 from tests.examples import examples
 from tests.strategies import mask_trees
 
 LENGTH = 60
 
 
-def ends(draw: st.DrawFn, length: int, count: int) -> Range:
+def ends(draw: st.DrawFn, length: int, count: int) -> Interval:
     """Random ranges of positions below `length`, int64 `[count]`."""
     pairs = [sorted(draw(st.tuples(*[st.integers(0, length - 1)] * 2))) for _ in range(count)]
     low, high = torch.tensor(pairs).T
-    return Range(low, high)
+    return Interval(low, high)
 
 
-def asked(mask: Mask, q: Range, kv: Range, q_len: int, b: int = 0, kv_len: int = LENGTH) -> TileBounds:
+def asked(mask: Mask, q: Interval, kv: Interval, q_len: int, b: int = 0, kv_len: int = LENGTH) -> TileBounds:
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     rows, columns = (
-        Range(x.low.view(shape), x.high.view(shape)) for x, shape in ((q, (1, 1, -1, 1)), (kv, (1, 1, 1, -1)))
+        Interval(x.low.view(shape), x.high.view(shape)) for x, shape in ((q, (1, 1, -1, 1)), (kv, (1, 1, 1, -1)))
     )
     return mask.tile_bounds(Index(zero + b, zero, rows, columns, q_len, kv_len))  # type: ignore[arg-type]
 
 
-def assert_true(kept: TileBounds, dense: Tensor, q: Range, kv: Range) -> None:
+def assert_true(kept: TileBounds, dense: Tensor, q: Interval, kv: Interval) -> None:
     """`dense [q_len, kv_len]` keeps nothing, or everything, where `kept` says so."""
     shape = (1, 1, len(q.low), len(kv.low))
     nothing, everything = kept.empty.expand(shape)[0, 0], kept.full.expand(shape)[0, 0]
@@ -91,7 +91,7 @@ def test_functions_say_the_truth_or_nothing(name: str) -> None:
     fn, known = FUNCTIONS[name]
     mask = masks.from_function(fn)
     low = torch.arange(0, LENGTH, 6)
-    ranges = Range(low, low + 5)
+    ranges = Interval(low, low + 5)
     kept = asked(mask, ranges, ranges, LENGTH)
     assert_true(kept, mask.to_dense(LENGTH)[0, 0], ranges, ranges)
     assert bool(kept.empty.any() | kept.full.any()) == known
@@ -100,7 +100,7 @@ def test_functions_say_the_truth_or_nothing(name: str) -> None:
 def test_ranges_have_no_truth_value() -> None:
     """A function with control flow on positions is unknown, never wrong."""
     fn = masks.from_function(lambda b, h, q, k: q >= k if q > 3 else q < k)
-    one = Range(torch.tensor([5]), torch.tensor([9]))
+    one = Interval(torch.tensor([5]), torch.tensor([9]))
     kept = asked(fn, one, one, LENGTH)
     assert not bool(kept.empty.any() | kept.full.any())
 
@@ -109,7 +109,7 @@ def test_single_positions_are_exact() -> None:
     """Ranges of one position answer as the position itself does."""
     mask = masks.strided(4, 8, 2) | masks.neighborhood_2d(6, 10, 3) & ~masks.dilated_window(20, dilation=3)
     every = torch.arange(LENGTH)
-    kept = asked(mask, Range(every, every), Range(every, every), LENGTH)
+    kept = asked(mask, Interval(every, every), Interval(every, every), LENGTH)
     dense = mask.to_dense(LENGTH)
     assert torch.equal(kept.full, dense)
     assert torch.equal(kept.empty, ~dense)
@@ -120,7 +120,7 @@ def test_single_positions_are_exact() -> None:
 )
 def test_the_default_device_does_not_matter(mask: masks.Mask) -> None:
     low = torch.arange(0, 64, 16).view(1, 1, -1, 1)
-    tiles = Range(low, low + 15), Range(low.mT, low.mT + 15)
+    tiles = Interval(low, low + 15), Interval(low.mT, low.mT + 15)
     one = HeadMask(mask, 64, 64, 0, 0, None, torch.device("cpu"))
     expected = one.tile_bounds(*tiles)
     with torch.device("meta"):

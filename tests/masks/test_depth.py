@@ -16,7 +16,7 @@ from stof import masks
 from stof.errors import MaskError, MaskSyntaxError
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 from stof.masks.compose import DEEPEST
 
 # Functions of a program that calls this library, a test runner's included.
@@ -51,7 +51,7 @@ def called_deeply(work: Callable[[], object], frames: int = CALLERS) -> None:
 def test_the_deepest_masks_work(name: str) -> None:
     mask = deepest(name)
     one = HeadMask(mask, 8, 8, 0, 0, None, torch.device("cpu"))
-    tile = [Range(*(torch.tensor(end).view(1, 1, 1, 1) for end in (0, 7)))] * 2
+    tile = [Interval(*(torch.tensor(end).view(1, 1, 1, 1) for end in (0, 7)))] * 2
 
     def work() -> None:
         assert mask.depth >= DEEPEST - 1  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from stof.layout.builders import strips
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey
 from stof.masks import Mask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 from tests.strategies import mask_trees
 
 LENGTH = 48
@@ -22,9 +22,11 @@ LENGTH = 48
 def ruled_out(mask: Mask, first: int, last: int, kv_len: int, q_len: int, b: int = 0, h: int = 0) -> torch.Tensor:
     """Bool `[kv_len]`: keys that no query from `first` to `last` sees, by the bounds of single columns."""
     own = HeadMask(mask, q_len, kv_len, b, h, None, torch.device("cpu"))
-    rows = Range(*(torch.tensor(end).view(1, 1, 1, 1) for end in (first, last)))
+    rows = Interval(*(torch.tensor(end).view(1, 1, 1, 1) for end in (first, last)))
     return (
-        own.tile_bounds(rows, Range.of(torch.arange(kv_len).view(1, 1, 1, -1))).empty.expand(1, 1, 1, kv_len).flatten()
+        own.tile_bounds(rows, Interval.of(torch.arange(kv_len).view(1, 1, 1, -1)))
+        .empty.expand(1, 1, 1, kv_len)
+        .flatten()
     )
 
 

@@ -134,5 +134,5 @@ def test_offsets_of_both_signs_add_up() -> None:
     ],
 )
 def test_masks_that_do_not_say_what_such_queries_see(mask: Mask) -> None:
-    with pytest.raises(MaskError, match=r"queries before position 0.*named patterns"):
+    with pytest.raises(MaskError, match=r"queries before position 0.*named masks"):
         mask.with_query_offset(-1)

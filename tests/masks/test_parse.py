@@ -97,7 +97,7 @@ def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(UnknownMaskError) as caught:
         parse("qqqq")
     assert "did you mean" not in str(caught.value)
-    assert all(name in str(caught.value) for name in masks.PATTERNS)
+    assert all(name in str(caught.value) for name in masks.NAMED_MASKS)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from stof.errors import MaskError, ShapeError
 from stof.layout import build_layout
 from stof.layout.survey import survey
 from stof.masks import Mask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 from stof.masks.compose import DEEPEST
 from tests.examples import examples
 from tests.masks.test_bounds import asked, assert_true, ends
@@ -141,7 +141,7 @@ def test_bounds_are_those_of_the_inner_mask(mask: Mask) -> None:
     low = torch.arange(0, KEYS, 6)
     tiles = masks.Index.make(low, low, q_len=KEYS, kv_len=KEYS)
     q, kv = (torch.stack([x, x + 5]) for x in (tiles.q, tiles.kv))
-    at = masks.Index(tiles.b, tiles.h, Range(*q), Range(*kv), KEYS, KEYS)  # type: ignore[arg-type]
+    at = masks.Index(tiles.b, tiles.h, Interval(*q), Interval(*kv), KEYS, KEYS)  # type: ignore[arg-type]
     expected, bounds = mask.tile_bounds(at), masks.transposed(mask).tile_bounds(at)
     shape = (1, 1, len(low), len(low))
     assert torch.equal(bounds.empty.expand(shape), expected.empty.expand(shape).mT)
@@ -283,7 +283,7 @@ def test_the_deepest_mask_has_a_transpose() -> None:
     ids=lambda mask: mask.key.split("<")[0],
 )
 def test_masks_without_keys_before_the_first(mask: Mask) -> None:
-    with pytest.raises(MaskError, match=r"no keys before position 0.*0 or more, got -1.*named patterns"):
+    with pytest.raises(MaskError, match=r"no keys before position 0.*0 or more, got -1.*named masks"):
         masks.placed(mask, 3, -1)
     with pytest.raises(MaskError, match="no keys before position 0"):
         masks.transposed(mask).with_query_offset(-1)

@@ -15,7 +15,7 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.layout.head_mask import HeadMask
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 from stof.masks.tables import extremes
 from tests.examples import examples
 
@@ -150,7 +150,9 @@ def rules(draw: st.DrawFn) -> Rule:
 def assert_true(rule: Rule, low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor], b: int = 0) -> None:
     """What a rule says of rectangles of queries and keys, if anything, is true of every score."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    q, k = (Range(*(end.view(shape) for end in ends)) for *ends, shape in zip(low, high, [ROWS, COLUMNS], strict=True))
+    q, k = (
+        Interval(*(end.view(shape) for end in ends)) for *ends, shape in zip(low, high, [ROWS, COLUMNS], strict=True)
+    )
     try:
         kept = TileBounds.of(rule(zero + b, zero, q, k))
     except (TypeError, IndexError, OverflowError, RuntimeError):
@@ -205,7 +207,7 @@ def known_tiles(fn: Rule, length: int, b: int = 0) -> float:
     """Share of tiles of 64 x 64 that bounds decide."""
     low = torch.arange(0, length, 64).view(1, 1, -1, 1)
     one = HeadMask(masks.from_function(fn), length, length, b, 0, None, torch.device("cpu"))
-    kept = one.tile_bounds(Range(low, low + 63), Range(low.mT, low.mT + 63))
+    kept = one.tile_bounds(Interval(low, low + 63), Interval(low.mT, low.mT + 63))
     return float((kept.empty | kept.full).expand(1, 1, low.numel(), low.numel()).float().mean())
 
 

@@ -83,7 +83,7 @@ def test_tests_of_a_module() -> None:
     # By its name in the list of implementations.
     assert "tests/kernels/test_hopper_bias.py" in reaching_tests(imports, Path("src/stof/kernels/hopper/forward.py"))
     # By a name of the package: stof.masks.sliding_window.
-    assert reaching_tests(imports, Path("src/stof/masks/patterns.py"))["tests/masks/test_patterns.py"] == 0
+    assert reaching_tests(imports, Path("src/stof/masks/named_masks.py"))["tests/masks/test_named_masks.py"] == 0
 
 
 def test_failures_are_read_from_the_summary() -> None:

@@ -13,7 +13,7 @@ from stof.kernels.config import KernelConfig
 from stof.layout import build_layout
 from stof.selection import CallSpec, KernelChoice
 from stof.selection import gpu_candidates as gpu
-from stof.selection.gpu_candidates import fits, geometries, gpu_choices, is_distinct
+from stof.selection.gpu_choices import fits, geometries, gpu_choices, is_distinct
 from tests.selection.fakes import H200_SHARED, Geometry, call_of
 
 CALLS = {

@@ -15,9 +15,9 @@ from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.masks import Mask
 from stof.selection import KernelChoice, candidates, choose, failures
-from stof.selection.cost_model import compaction_us, estimate
-from stof.selection.device_model import kernel_key, load_model
-from stof.selection.gpu_candidates import gpu_choices
+from stof.selection.cost_model import compaction_us, estimate, kernel_key
+from stof.selection.device_model import load_model
+from stof.selection.gpu_choices import gpu_choices
 from stof.testing.mask_grid import Shape, grid_mask
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 

@@ -19,15 +19,13 @@ from stof.layout.orders.named import named_order
 from stof.layout.survey import survey
 from stof.masks import Mask
 from stof.selection import IMPLEMENTATIONS, KernelChoice, candidates, choose, failures
-from stof.selection.device_model import kernel_key
+from stof.selection.cost_model import kernel_key
 from stof.selection.gpu_candidates import (
     _CHUNK_KEYS,
     _CHUNK_KEYS_OF_ONE,
     _HOPPER_L2_SHARE,
-    fits,
-    gpu_choices,
-    is_l2_bound,
 )
+from stof.selection.gpu_choices import fits, gpu_choices, is_l2_bound
 from stof.selection.select import NO_LAYOUT_ERRORS, LayoutErrors
 from stof.testing.mask_grid import grid_mask
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu

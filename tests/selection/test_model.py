@@ -16,11 +16,13 @@ from torch import Tensor
 from stof import LayoutConfig, masks
 from stof.kernels.config import KernelConfig
 from stof.layout.survey import Survey, TileCounts
-from stof.selection import KernelChoice, candidates
-from stof.selection.cost_model import critical_load, estimate, estimate_tiles, last_slot
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key, load_model, model_from_dict, model_to_dict
-from stof.selection.gpu_candidates import geometries, gpu_choices
-from stof.selection.resources import head_dim_class, occupancy, shared_memory
+from stof.selection import CallSpec, KernelChoice, candidates
+from stof.selection.cost_model import critical_load, estimate, estimate_tiles, kernel_key
+from stof.selection.device_model import DeviceModel, KernelTimes, load_model, model_from_dict, model_to_dict
+from stof.selection.gpu_choices import geometries, gpu_choices
+from stof.selection.implementations import gpu_of
+from stof.selection.resources import head_dim_class, tile_shared_memory
+from stof.selection.slot_assignment import last_slot
 from tests.examples import examples
 from tests.selection.fakes import GPU, Geometry, call_of, fake_gpu
 
@@ -205,22 +207,26 @@ def test_permuted_rows_by_the_constants_of_rows_in_order_until_they_were_measure
 )
 def test_shared_memory(head_dim: int, layout: LayoutConfig, stages: int, pack: bool, expected: int) -> None:
     call = call_of(head_dim=head_dim, heads=12, kv_heads=4)
-    assert shared_memory(layout, call, stages, pack) == expected
+    assert bytes_of(layout, call, stages, pack) == expected
+
+
+def bytes_of(layout: LayoutConfig, call: CallSpec, stages: int, pack: bool) -> int:
+    return tile_shared_memory(KernelChoice("block_wise", layout, None, KernelConfig(4, stages, pack=pack)), call)
 
 
 def test_shared_memory_of_a_bias() -> None:
     """Measured at compile time: one tile for each copy under way, and one in 32 bits at least."""
     layout, plain = LayoutConfig(128, 64), call_of(head_dim=128)
-    without = shared_memory(layout, plain, 4, False)
+    without = bytes_of(layout, plain, 4, False)
     tile = 128 * 64 * 4
     biased = replace(plain, has_bias=True)
-    assert [shared_memory(layout, biased, stages, False) - without for stages in (2, 3, 4)] == [
+    assert [bytes_of(layout, biased, stages, False) - without for stages in (2, 3, 4)] == [
         tile - 2 * 2 * 64 * 256,
         tile - 2 * 64 * 256,
         1.5 * tile,
     ]
     wide = replace(plain, has_bias=True, bias_itemsize=4)
-    assert [shared_memory(layout, wide, stages, False) - without for stages in (2, 4)] == [
+    assert [bytes_of(layout, wide, stages, False) - without for stages in (2, 4)] == [
         tile - 2 * 64 * 256 * 2,
         3 * tile,
     ]
@@ -229,15 +235,15 @@ def test_shared_memory_of_a_bias() -> None:
 def test_occupancy() -> None:
     call = call_of()
     # 58 KB a program: three in 228 KB, though registers would allow four.
-    assert occupancy(choice_of(), call, MODEL.shared_bytes) == 3
+    assert gpu_of(choice_of()).occupancy(choice_of(), call, MODEL.shared_bytes) == 3
     # By registers: 65536 / (168 * 128) = 3 where memory would allow more.
     small = KernelChoice("block_wise", LayoutConfig(64, 16), None, KernelConfig(4, 2, 168))
-    assert occupancy(small, call, MODEL.shared_bytes) == 3
+    assert gpu_of(small).occupancy(small, call, MODEL.shared_bytes) == 3
     # One at least, whatever the estimate says.
     large = KernelChoice("block_wise", LayoutConfig(128, 128), None, KernelConfig(8, 4))
-    assert occupancy(large, call_of(head_dim=256), MODEL.shared_bytes) == 1
+    assert gpu_of(large).occupancy(large, call_of(head_dim=256), MODEL.shared_bytes) == 1
     tiny = KernelChoice("decode", LayoutConfig(1, 16), None, KernelConfig(1, 2, 32))
-    assert occupancy(tiny, call, MODEL.shared_bytes) == 8
+    assert gpu_of(tiny).occupancy(tiny, call, MODEL.shared_bytes) == 8
 
 
 def test_row_wise_by_rows_and_keys() -> None:

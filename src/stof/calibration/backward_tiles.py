@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +25,18 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts, survey
 from stof.masks import transposed
 from stof.plans.backward import gradients_of
-from stof.runtime.files import read_json, write_atomically
 from stof.selection import IMPLEMENTATIONS
-from stof.selection.backward_tilings import SPLITS, BackwardTile, BackwardTiling, critical_load, head_groups, tiles_of
+from stof.selection.backward_tilings import (
+    SPLITS,
+    BackwardTile,
+    BackwardTiling,
+    critical_load,
+    head_groups,
+    tiles_of,
+    triton_tilings,
+)
 from stof.selection.device_model import BackwardTimes, DeviceModel
+from stof.selection.implementations import Backward
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.timing import time_calls
@@ -49,7 +55,7 @@ CELLS = (
 _OTHER = (LayoutConfig(32, 32), None), KernelConfig(num_warps=4, num_stages=2)
 # The largest error of a gradient, relative to the largest value.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-3}
-# Rounds of fitting, each with programs assigned to slots by the constants of the round before.
+# Rounds of fitting. Each assigns thread blocks to slots by the constants of the round before.
 _ROUNDS = 8
 
 
@@ -120,8 +126,7 @@ def _measure_cell(
     out, lse = attention(q, k, v, plan, return_lse=True)
     needs = NeedsGrad(q=kernel == "dq", kv=kernel == "dkv", bias=False, sinks=False)
     expected = _expected(problem, d_out)
-    backward = IMPLEMENTATIONS["block_wise"].backward
-    assert backward is not None
+    implementation, backward = _measured_implementation()
     calls: dict[str, Callable[[], object]] = {}
     variants: dict[str, tuple[BackwardTile, int | None, int]] = {}
     for tile in tiles_of(kernel, call_of(shape, dtype)):
@@ -134,7 +139,7 @@ def _measure_cell(
                 dq, dkv = (chosen, _OTHER) if kernel == "dq" else (_OTHER, chosen)
                 text = f"{name} {shape} {kernel} {tile} slab {slab} split {split}"
                 try:
-                    prepared = gradients_of(plan).prepared("block_wise", BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
+                    prepared = gradients_of(plan).prepared(implementation, BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
                     if split and not getattr(prepared, kernel).slots:
                         continue  # no row block is long enough
                     options = Options(shape.head_dim**-0.5)
@@ -157,6 +162,12 @@ def _measure_cell(
     if rows:
         report(f"{name} {shape} {kernel}: {len(rows)} variants, best {min(row.us for row in rows):.1f} us")
     return rows
+
+
+def _measured_implementation() -> tuple[str, Backward]:
+    """The implementation whose backward pass has these tiles."""
+    listed = ((name, one.backward) for name, one in IMPLEMENTATIONS.items())
+    return next((name, one) for name, one in listed if one is not None and one.tilings is triton_tilings)
 
 
 def _expected(problem: AttentionProblem, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,20 +244,13 @@ def summary(rows: Sequence[MeasuredTile], model: DeviceModel) -> str:
     return f"{len(regrets)} cells: regret {statistics.mean(regrets):.2%} (mean), {max(regrets):.1%} (worst)"
 
 
-def write(file: Path, rows: Sequence[MeasuredTile]) -> None:
-    """Write measurements."""
-    write_atomically(file, json.dumps([asdict(row) for row in rows]))
-
-
-def read(file: Path) -> list[MeasuredTile]:
-    """Read measurements.
+def from_json(values: Iterable[dict[str, Any]]) -> list[MeasuredTile]:
+    """Rows of a file of measurements.
 
     Raises:
-        ArgumentError: the file holds something else.
-        OSError: it cannot be read.
+        ArgumentError: they are something else.
     """
     try:
-        values: Any = read_json(file)
         return [MeasuredTile(**{**value, "tile": BackwardTile(**value["tile"])}) for value in values]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{file} holds no measurements of stof tune --device --backward: {error!r}") from None
+    except (TypeError, KeyError) as error:
+        raise ArgumentError(f"these are no measurements of stof tune --device --backward: {error!r}") from None

@@ -1,4 +1,4 @@
-"""Constants of the cost model chosen by what is picked with them, where estimates alone leave it open."""
+"""Refine fitted constants so that the selector's picks become faster."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stof.calibration.measure import Measured, call_of_row, survey_of
-from stof.selection.cost_model import estimate
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
+from stof.selection.cost_model import estimate, kernel_key
+from stof.selection.device_model import DeviceModel, KernelTimes
 
-# What constants may be multiplied by: little more than estimates are off by.
+# Factors that are tried on constants: within the usual error of an estimate.
 FACTORS = (1.0, 0.94, 0.955, 0.97, 0.985, 1.015, 1.03, 1.045, 1.06)
-# A change has to gain so much, in cells that are this share slower than they need be: less is noise.
+# A change is kept if it lowers the sum of all cells' losses by more than this. Smaller gains are noise of measurements.
 LEAST_GAIN = 0.01
-# A regret of 1/3 counts twice what a regret near 0 counts for its size: large ones are what users notice.
+# The loss of a regret r is r * (1 + _LARGE * r): users notice large regrets, so they weigh more.
 _LARGE = 3.0
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A kernel's constants, one of those to choose from, and estimates in us of the rows that it times."""
+    """Constants of a kernel that may be chosen, and estimates with them of its rows, in us by number of the row."""
 
     times: KernelTimes
     estimates: dict[int, float]
 
 
 def polish(rows: Sequence[Measured], models: Sequence[DeviceModel]) -> DeviceModel:
-    """The first of some models, with constants of another, or a few percent off, where better picks follow.
+    """The first of some models, with constants replaced by another model's or scaled by `FACTORS` where regret falls.
 
     Least squares bring every estimate near its time, but the selector only asks which of a cell's candidates is
-    fastest, and two of them are often nearer to each other than estimates are to times. So the sum of all cells'
-    regrets is made smaller kernel by kernel, always by the change that gains most, until none gains `LEAST_GAIN`.
+    fastest, and two of them are often nearer to each other than estimates are to times. So
+    constants are changed one kernel at a time, each time by the change that lowers the cells' losses most, until none
+    gains more than `LEAST_GAIN`.
 
     Args:
         rows: what was measured.

@@ -24,6 +24,7 @@ from stof.selection import (
     better_token_order,
     candidates,
     default_config,
+    default_implementation,
 )
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from stof.selection.select import NO_LAYOUT_ERRORS, LayoutErrors
@@ -185,7 +186,7 @@ def _on_gpu(
 
 def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, Plan, KernelChoice]]:
     """The row orders there are under the default block sizes."""
-    config = default_config(torch.device("cpu"))
+    config, implementation = default_config(torch.device("cpu")), default_implementation(torch.device("cpu"))
     orders = RowOrders(mask, shape.q_len, shape.kv_len, batch=shape.batch, heads=shape.heads, device="cpu")
     clustered = orders.searched_name()
     listed = []
@@ -201,5 +202,6 @@ def _on_cpu(mask: Mask, shape: Shape) -> list[tuple[Alternative, Plan, KernelCho
             row_order=orders.rows(name),
         )
         ratio = statistics(plan.layout).computed_over_needed
-        listed.append((Alternative(KernelChoice("row_block", config, name), ratio), plan, KernelChoice("row_block")))
+        alternative = Alternative(KernelChoice(implementation, config, name), ratio)
+        listed.append((alternative, plan, KernelChoice(implementation)))
     return listed

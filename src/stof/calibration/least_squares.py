@@ -18,15 +18,22 @@ from torch import Tensor
 from stof.calibration.constant_refinement import estimated, polish
 from stof.calibration.measure import Measured, call_of_row, survey_of
 from stof.selection import KernelChoice
-from stof.selection.cost_model import compaction_us, critical_load, estimate_tiles, longest_row_us, row_wise_features
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
-from stof.selection.resources import occupancy
+from stof.selection.cost_model import (
+    compaction_us,
+    critical_load,
+    estimate_tiles,
+    kernel_key,
+    longest_row_us,
+    row_wise_features,
+)
+from stof.selection.device_model import DeviceModel, KernelTimes
+from stof.selection.implementations import gpu_of
 from stof.testing.mask_grid import Shape
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Rounds of placing work by the constants of the round before; they settle after three.
+# Rounds of fitting. Each assigns thread blocks to slots by the constants of the round before; three suffice.
 _ROUNDS = 4
 _SOLO = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STARTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
@@ -45,19 +52,19 @@ def fit(rows: Sequence[Measured], base: DeviceModel) -> DeviceModel:
     kernels = dict(base.kernels)
     for key, group in by_key.items():
         kernels[key] = _fit_kernel(group, base, base.kernels.get(key, KernelTimes(4.0, 1.0, 1.0, 1.0, 0.2, 0.6)))
-    row_wise = _fit_row_wise([row for row in rows if row.choice.implementation == "row_wise"], base)
+    row_wise = _fit_row_wise([row for row in rows if gpu_of(row.choice).by_rows], base)
     return replace(base, kernels=kernels, row_wise=row_wise)
 
 
 def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes) -> KernelTimes:
     best, least = start, math.inf
     known = [((row.choice, call_of_row(row), survey_of(row)), row.us) for row in rows]
-    # What goes before the kernel does not depend on its constants.
+    # The time of launches before the kernel does not depend on its constants.
     cases = [(*case, us, model.launch + compaction_us(*case, model)) for case, us in known]
-    persistent = rows[0].choice.implementation == "hopper"
-    # Thread blocks that stay need time to set up. Alone on a multiprocessor they are as fast whatever others do.
-    settings = [(1.0, us) for us in _STARTS] if persistent else []
-    if not persistent or occupancy(rows[0].choice, cases[0][1], model.shared_bytes) > 1:
+    gpu = gpu_of(rows[0].choice)
+    # Persistent thread blocks take time to set up. One alone on a multiprocessor is as fast on a GPU that is not full.
+    settings = [(1.0, us) for us in _STARTS] if gpu.persistent else []
+    if not gpu.persistent or gpu.occupancy(rows[0].choice, cases[0][1], model.shared_bytes) > 1:
         settings += [(solo, 0.0) for solo in _SOLO]
     for solo, start_us in settings:
         times = replace(start, solo=solo, start=start_us)
@@ -73,7 +80,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
                     measured.append(1.0)
             if not features:
                 return start
-            # A weak pull to the initial constants decides what the measurements leave open.
+            # A weak regularisation towards the initial constants decides what the measurements leave open.
             pull = 0.02 * torch.diag(1 / start.weights())
             matrix = torch.cat([torch.stack(features), pull])
             target = torch.cat([torch.ones(len(measured), dtype=torch.float64), torch.full((5,), 0.02).double()])
@@ -86,7 +93,7 @@ def _fit_kernel(rows: Sequence[Measured], model: DeviceModel, start: KernelTimes
             (math.log(estimate_tiles(choice, call, counts, model, times)) - math.log(us)) ** 2
             for choice, call, counts, us, _ in cases
         )
-        if error < least * (_CLEARLY if persistent else 1.0):
+        if error < least * (_CLEARLY if gpu.persistent else 1.0):
             best, least = times, error
     return best
 

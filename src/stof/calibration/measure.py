@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ def measure_cell(
     report: Callable[[str], None],
     only: str = "",
 ) -> list[Measured]:
-    """Time every candidate of a cell, by its mask's name, that is right and not hopeless."""
+    """Time every candidate of a cell whose estimate is near the best and whose result is right."""
     mask = cell_mask(name, shape)
     problem = AttentionProblem.draw(mask, shape, device, dtype)
     bias = cell_bias(name, problem)
@@ -221,27 +221,23 @@ def call_of_row(row: Measured) -> CallSpec:
     return call_of(Shape.parse(row.shape), getattr(torch, row.dtype), row.mask.endswith(BIAS))
 
 
-def to_json(rows: Iterable[Measured]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
-
-
 def from_json(values: Iterable[dict[str, Any]]) -> list[Measured]:
+    """Rows of a file of measurements.
+
+    Raises:
+        ArgumentError: they are something else.
+    """
     rows = []
     try:
         for value in values:
-            value, choice = _renamed(value), value["choice"]
-            layout = choice["layout"] and LayoutConfig(**_renamed(choice["layout"], "compact_columns"))
+            choice = value["choice"]
+            layout = choice["layout"] and LayoutConfig(**choice["layout"])
             kernel = choice["kernel"] and KernelConfig(**choice["kernel"])
             picked = KernelChoice(choice["implementation"], layout, choice["row_order"], kernel)
             rows.append(Measured(**{**value, "choice": picked}))
     except (TypeError, KeyError, AttributeError) as error:
         raise ArgumentError(f"these are no measurements of stof tune --device: {error!r}") from None
     return rows
-
-
-def _renamed(value: dict[str, Any], name: str = "compacted_keys") -> dict[str, Any]:
-    """Fields as they are called now: measurements of version 0.1 say `aside`."""
-    return {name if field == "aside" else field: old for field, old in value.items()}
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stof.cli.common import must_be_writable, names, table_console
 
@@ -31,7 +31,7 @@ def tune_device(
     import torch
     from rich.console import Console
 
-    from stof.calibration import least_squares, measure
+    from stof.calibration import least_squares, measure, measurement_file
     from stof.calibration.constant_refinement import polish
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
@@ -45,34 +45,24 @@ def tune_device(
     wanted_masks = names("--masks", masks, list(dict.fromkeys(mask for mask, _ in measure.CELLS)))
     wanted_shapes = names("--shapes", shapes, list(dict.fromkeys(shape for _, shape in measure.CELLS)))
     names("--only", only, IMPLEMENTATIONS)
+    base, values = _start(device, measurements)
+    rows = measure.from_json(values)
     if device:
-        if not torch.cuda.is_available():
-            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
         cells = [
             (mask, shape)
             for mask, shape in measure.CELLS
             if (not masks or mask in wanted_masks) and (not shapes or shape in wanted_shapes)
         ]
-        if measurements is not None and len(measurements) > 1:
-            raise ArgumentError("--device writes one file of measurements")
-        file = measurements[0] if measurements else None
-        old = [] if file is None or not file.exists() else _read(file)
+        old = rows
 
         def keep(new: Sequence[Measured]) -> None:
-            if file is not None:
-                write_atomically(file, json.dumps(measure.to_json(measure.replaced(old, new))))
+            for file in measurements or ():
+                measurement_file.write(file, base, measure.replaced(old, new))
 
         new = measure.measure(
             cells, workers, budget, lambda line: console.print(line, style="dim", markup=False), only, keep
         )
         rows = measure.replaced(old, new)
-    elif measurements:
-        rows = [row for file in measurements for row in _read(file)]
-    else:
-        raise ArgumentError(
-            "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
-        )
-    base = _present_model()
     torch.set_num_threads(1)  # many tiny tensors
     if check:
         table_console().print(least_squares.regret_table(rows, base))
@@ -109,21 +99,15 @@ def tune_backward(
     import torch
     from rich.console import Console
 
-    from stof.calibration import backward_tiles
-    from stof.errors import ArgumentError
+    from stof.calibration import backward_tiles, measurement_file
     from stof.runtime.files import write_atomically
     from stof.selection.device_model import model_to_dict
 
     must_be_writable(output)
     console = Console(stderr=True)
-    if not device and not measurements:
-        raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit its times")
-    rows = [row for file in measurements or () if not device or file.exists() for row in backward_tiles.read(file)]
+    base, values = _start(device, measurements)
+    rows = backward_tiles.from_json(values)
     if device:
-        if not torch.cuda.is_available():
-            raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
-        if measurements is not None and len(measurements) > 1:
-            raise ArgumentError("--device writes one file of measurements")
         wanted = [
             cell
             for cell in backward_tiles.CELLS
@@ -132,14 +116,13 @@ def tune_backward(
         old = [row for row in rows if (row.mask, row.shape, row.dtype) not in wanted]
 
         def keep(new: Sequence[MeasuredTile]) -> None:
-            if measurements:
-                backward_tiles.write(measurements[0], [*old, *new])
+            for file in measurements or ():
+                measurement_file.write(file, base, [*old, *new])
 
         rows = old + backward_tiles.measure(
             wanted, torch.device("cuda"), budget, lambda line: console.print(line, style="dim", markup=False), keep
         )
     torch.set_num_threads(1)  # many tiny tensors
-    base = _present_model()
     fitted = base if check else backward_tiles.fit(rows, base)
     console.print(backward_tiles.summary(rows, fitted))
     if output is not None:
@@ -147,37 +130,22 @@ def tune_backward(
         console.print(f"wrote {output}")
 
 
-def _present_model() -> DeviceModel:
-    """Constants of this GPU, or of the default device in its place."""
-    from dataclasses import replace
-
+def _start(device: bool, measurements: list[Path] | None) -> tuple[DeviceModel, list[dict[str, Any]]]:
+    """The constants to begin with, and the rows that the files of measurements hold."""
     import torch
 
-    from stof.selection.device_model import DEFAULT_DEVICE, load_model
-
-    base = load_model(torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_DEVICE)
-    if not base.stands_in_for:
-        return base
-    here = torch.cuda.get_device_properties()
-    return replace(
-        base, device=here.name, multiprocessors=here.multi_processor_count,
-        shared_bytes=here.shared_memory_per_multiprocessor, stands_in_for="",
-    )  # fmt: skip
-
-
-def _read(file: Path) -> list[Measured]:
-    """Measurements of a file.
-
-    Raises:
-        ArgumentError: it holds something else.
-        OSError: it cannot be read.
-    """
-    from stof.calibration.measure import from_json
+    from stof.calibration import measurement_file
     from stof.errors import ArgumentError
-    from stof.runtime.files import read_json
 
-    try:
-        data = read_json(file)
-    except ValueError as error:
-        raise ArgumentError(f"{file} holds no measurements of stof tune --device: {error}") from None
-    return from_json(data)
+    if not device:
+        if measurements:
+            return measurement_file.read(measurements)
+        raise ArgumentError(
+            "give a MODEL to tune, --device to measure this GPU, or --measurements FILE to fit its times"
+        )
+    if not torch.cuda.is_available():
+        raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
+    if measurements is not None and len(measurements) > 1:
+        raise ArgumentError("--device writes one file of measurements")
+    old = [file for file in measurements or () if file.exists()]
+    return measurement_file.read(old, measurement_file.measured_device())

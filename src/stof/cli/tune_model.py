@@ -98,7 +98,7 @@ def tune_model(wanted: Wanted) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from stof.calibration.model_loading import load
+    from stof.cli.model_loading import load
     from stof.errors import ArgumentError
     from stof.fusion.records.lock_file import current_versions, read_lock
     from stof.tuning.machine import device_name

@@ -13,10 +13,10 @@ from stof.distributed.agreement import agree
 from stof.distributed.exchange import GatherKeys, HeadsToTokens, TokensToHeads
 from stof.distributed.shards import Shards
 from stof.distributed.ways import WAYS, Sizes, check_way, key_head_repeats
+from stof.dtensors import is_dtensor
 from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StofError, UnsupportedError, shown
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph
-from stof.sharding import is_dtensor
 from stof.validation import check_bias, check_scale, check_scales, check_sinks, check_softcap, check_tensors
 
 

@@ -14,7 +14,7 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.masks.reorder import joined
 
-Range = tuple[int, int]  # first row, and the row after the last
+RowRange = tuple[int, int]  # first row, and the row after the last
 
 # Ranges end between row blocks of the kernels where each rank has many of them.
 ROW_BLOCKS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -37,7 +37,7 @@ class Assignment:
         why: how the rows were assigned, as a sentence.
     """
 
-    ranges: tuple[tuple[Range, ...], ...]
+    ranges: tuple[tuple[RowRange, ...], ...]
     costs: tuple[float, ...]
     why: str
 
@@ -95,7 +95,7 @@ def assign_rows(tiles: Tensor, length: int, ranks: int) -> Assignment:
     return min(allowed or candidates[:1], key=lambda candidate: candidate.imbalance)
 
 
-def weigh(ranges: tuple[tuple[Range, ...], ...], tiles: Tensor, length: int, why: str) -> Assignment:
+def weigh(ranges: tuple[tuple[RowRange, ...], ...], tiles: Tensor, length: int, why: str) -> Assignment:
     """The tile costs of ranges that end between row blocks, or at the end."""
     rows = row_block(length, len(ranges))
     before = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)]).tolist()  # by row block
@@ -104,7 +104,7 @@ def weigh(ranges: tuple[tuple[Range, ...], ...], tiles: Tensor, length: int, why
     return Assignment(ranges, tuple(cost / mean if mean > 0 else 1.0 for cost in costs), why)
 
 
-def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], str]]:
+def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[RowRange]], str]]:
     """Ranges of row blocks for each rank, the preferred ones first, and a reason."""
     blocks = len(tiles)
     for count in RANGES:
@@ -123,11 +123,11 @@ def _candidates(tiles: Tensor, ranks: int) -> Iterator[tuple[list[list[Range]], 
         yield [[piece] for piece in pairwise([*cuts, blocks])], "about equal tile costs, in one range for each rank"
 
 
-def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[Range]]:
+def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[RowRange]]:
     """`count` pieces of equal length for each rank: the heaviest piece left goes to the rank with the least work."""
     pieces = _equal_pieces(len(tiles), count * ranks)
     work = [float(tiles[first:stop].sum()) for first, stop in pieces]
-    held: list[list[Range]] = [[] for _ in range(ranks)]
+    held: list[list[RowRange]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     # Of equal works the later piece counts as the heavier, so a triangle pairs first with last.
     for n in sorted(range(len(pieces)), key=lambda n: (work[n], n), reverse=True):
@@ -138,5 +138,5 @@ def _equal_tokens(tiles: Tensor, ranks: int, count: int) -> list[list[Range]]:
     return sorted(map(sorted, held), key=lambda pieces: pieces[-1])
 
 
-def _equal_pieces(blocks: int, count: int) -> list[Range]:
+def _equal_pieces(blocks: int, count: int) -> list[RowRange]:
     return list(pairwise(ceil(blocks * n / count) for n in range(count + 1)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from stof.dynamic.backward_lists import BackwardLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import ArgumentError
-from stof.kernels.hopper.tile_lists import RANGE, TileLists, split_items
+from stof.kernels.hopper.tile_lists import TILE_RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
 from stof.kernels.triton.work_list import WORK_ITEM, Work
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
+# The implementations whose lists buffers hold.
+HOPPER, BLOCK_WISE = "hopper", "block_wise"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ class WorkBuffers:
             for launch in launches:
                 launch()
 
-        self._use("block_wise", fill, captured)
+        self._use(BLOCK_WISE, fill, captured)
 
     def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
         """The same for the Hopper kernel's lists, which are made when first used.
@@ -283,5 +285,5 @@ def partition_items(
     owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
     first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, NAN_BITS], dtype=torch.int32)
-    ranges = ranges.expand(len(items), len(RANGE)).contiguous().to(device)
+    ranges = ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device)
     return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))

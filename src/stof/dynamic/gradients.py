@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stof.dynamic.buffers import WorkBuffers
+from stof.dynamic.buffers import BLOCK_WISE, WorkBuffers
 from stof.errors import UnsupportedError
 from stof.kernels.config import KernelConfig
 from stof.kernels.triton.backward_tiles import PreparedBackward
@@ -38,7 +38,7 @@ class DynamicGradients(PlanGradients):
         Raises:
             UnsupportedError: they refuse the call.
         """
-        name, backward = "block_wise", IMPLEMENTATIONS["block_wise"].backward
+        name, backward = BLOCK_WISE, IMPLEMENTATIONS[BLOCK_WISE].backward
         assert backward is not None
         size = self._buffers.backward_size(tile_size(call))
         layout = LayoutConfig(size, size), None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.dynamic.block_topk.buffers import BlockBuffers, block_buffers, fill_blocks
-from stof.dynamic.buffers import WorkBuffers
+from stof.dynamic.buffers import HOPPER, WorkBuffers
 from stof.dynamic.dense.buffers import DenseBuffers, dense_buffers, fill_dense
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
@@ -83,7 +83,7 @@ def make_buffers(
 
 def _ready(buffers: WorkBuffers) -> WorkBuffers:
     """The buffers, with the block-wise kernel's lists in use where there is no other kernel."""
-    needed, device = IMPLEMENTATIONS["hopper"].capabilities.compute_capability, buffers.flags.device
+    needed, device = IMPLEMENTATIONS[HOPPER].capabilities.compute_capability, buffers.flags.device
     if buffers.hopper_refusals() or device.type != "cuda" or torch.cuda.get_device_capability(device) != needed:
         buffers.use_work(captured=False)
     return buffers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import OVERFLOW, WorkBuffers
+from stof.dynamic.buffers import BLOCK_WISE, HOPPER, OVERFLOW, WorkBuffers
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import BLOCK, core_of, fill_buffers, make_buffers, mask_signature, mask_tensors
 from stof.errors import ArgumentError, KernelError, MaskError, PlanMismatchError, UnsupportedError
@@ -29,12 +29,13 @@ from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, 
 from stof.runtime.private import backward_node
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
-from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices, shared_memory_limit
+from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices
+from stof.selection.gpu_choices import shared_memory_limit
 from stof.selection.mask_geometry import Geometry, MaskGeometry
 from stof.validation import usable_device
 
 # What may run a plan on a GPU.
-_KERNELS = ("hopper", "block_wise")
+_KERNELS = (HOPPER, BLOCK_WISE)
 
 
 class DynamicPlan(Plan):
@@ -204,9 +205,9 @@ class DynamicPlan(Plan):
             return super().choice(call, implementation)
         # The Hopper kernel's first call makes the work list on the host, which a CUDA graph cannot capture.
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and implementation == "hopper":
+        if capturing and implementation == HOPPER:
             reason = "its first call for such tensors cannot be captured; make one before the capture"
-            raise UnsupportedError("a dynamic plan cannot run this call", {"hopper": [reason]})
+            raise UnsupportedError("a dynamic plan cannot run this call", {HOPPER: [reason]})
         offered = (*_KERNELS[1:],) if capturing else _KERNELS
         key = (call, implementation or ",".join(offered))
         choice = self._choices.get(key)
@@ -305,25 +306,25 @@ class DynamicPlan(Plan):
     def _candidates_of(self, buffers: WorkBuffers, call: CallSpec) -> list[Candidate]:
         """`candidates` with tensors as they are."""
         refusals = {name: list(IMPLEMENTATIONS[name].capabilities.refusals(call)) for name in _KERNELS}
-        refusals["hopper"] += buffers.hopper_refusals()
+        refusals[HOPPER] += buffers.hopper_refusals()
         if call.has_bias:
-            refusals["hopper"].append("no bias where tiles are made at run time")
-        choices = [] if refusals["hopper"] else runtime_hopper_choices(call, buffers.hopper_serves)
+            refusals[HOPPER].append("no bias where tiles are made at run time")
+        choices = [] if refusals[HOPPER] else runtime_hopper_choices(HOPPER, call, buffers.hopper_serves)
         refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
-        if refusals["block_wise"]:
+        if refusals[BLOCK_WISE]:
             return refused
         problem = buffers.problem
         layout = LayoutConfig(problem.block_m, problem.block_n, None if buffers.work.contiguous_tiles else 1)
-        block_wise = runtime_choice(call, layout, shared_memory_limit(self.device))
+        block_wise = runtime_choice(BLOCK_WISE, call, layout, shared_memory_limit(self.device))
         if not choices:
-            return [Candidate("block_wise", (), block_wise), *refused]
+            return [Candidate(BLOCK_WISE, (), block_wise), *refused]
         # Where there are no estimates, for a few rows, the first one runs.
         geometry = _BufferGeometry(buffers)
         return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Exclude a choice from later calls; an error of the block-wise kernel is raised, as no other is left."""
-        if self._buffers is not None and choice.implementation == "block_wise":
+        if self._buffers is not None and choice.implementation == BLOCK_WISE:
             raise error
         super().reject(choice, call, error)
 
@@ -338,7 +339,7 @@ class DynamicPlan(Plan):
         if prepared is None:
             buffers = self._buffers
             with tensors_on_host():
-                if choice.implementation == "hopper":
+                if choice.implementation == HOPPER:
                     assert choice.layout is not None
                     lists = buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured)
                     prepared = PreparedTiles(lists, kernel)

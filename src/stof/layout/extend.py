@@ -10,7 +10,7 @@ from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout, gathered_row
 from stof.masks import Mask
 from stof.masks.base import check_lengths
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
 
 def extend_layout(layout: Layout, mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, heads: int = 1) -> Layout:
@@ -64,9 +64,9 @@ def _old_see_nothing_new(layout: Layout, mask: Mask, q_len: int, kv_len: int) ->
     if kv_len == layout.kv_len:
         return True
 
-    def ends(low: int, high: int) -> Range:
+    def ends(low: int, high: int) -> Interval:
         first, last = (torch.tensor(end, device=layout.device).view(1, 1, 1, 1) for end in (low, high))
-        return Range(first, last)
+        return Interval(first, last)
 
     old, new = ends(0, layout.q_len - 1), ends(layout.kv_len, kv_len - 1)
     for b in range(layout.mask_batch):

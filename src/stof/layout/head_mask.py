@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.masks import Index, Mask
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ class HeadMask:
         """Whether the mask holds no tensors or functions, so that any device can compute its bounds."""
         return "<" not in self.mask.key
 
-    def index(self, q: Tensor | Range, kv: Tensor | Range) -> Index:
+    def index(self, q: Tensor | Interval, kv: Tensor | Interval) -> Index:
         """Coordinates of queries `[T, 1, Q, 1]` and keys `[T, 1, 1, K]`, T being 1 or a number of rectangles."""
         b, h = (torch.tensor(number, device=q.device).view(1, 1, 1, 1) for number in (self.b, self.h))
         return Index(b, h, q, kv, self.q_len, self.kv_len)  # type: ignore[arg-type]
 
-    def tile_bounds(self, q: Range, kv: Range) -> TileBounds:
+    def tile_bounds(self, q: Interval, kv: Interval) -> TileBounds:
         """Bounds of the rectangles that these ranges span, on their device."""
         bounds = self.mask.tile_bounds(self.index(q, kv))
         return TileBounds(bounds.empty.to(q.device), bounds.full.to(q.device))

@@ -13,11 +13,11 @@ from torch import Tensor
 from stof.errors import TooLargeError
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
 # Layouts of fewer tiles always fit: 2 GB at most.
 _SMALL = 2**20
-# Rectangles that a mask is asked about to count tiles.
+# Rectangles whose bounds are computed to count tiles.
 _RECTANGLES = 2**14
 # Scores evaluated at once that always fit, and the bytes that each of them takes at least: a bool, its copies with
 # rows and columns added, and the columns picked from it.
@@ -57,7 +57,7 @@ def check_tiles(head_mask: HeadMask, config: LayoutConfig) -> None:
     if row_blocks * tile_columns <= _SMALL:
         return
     tiles = _tiles_at_least(head_mask, config)
-    # Numbers of 8 bytes while it is built: of each tile 8, and its columns twice; of each row block 4.
+    # int64 numbers that a build takes: 8 and twice the columns for each tile, 4 for each row block.
     needed = tiles * 8 * (8 + 2 * config.slabs_per_tile) + row_blocks * 32
     if needed > available_bytes(head_mask.device) or max(tiles, row_blocks) > _MOST_NUMBERS:
         what = f"the layout of {head_mask.q_len:,} queries and {head_mask.kv_len:,} keys has at least {tiles:,} tiles"
@@ -111,7 +111,7 @@ def _tiles_at_least(head_mask: HeadMask, config: LayoutConfig) -> int:
     q, q_stop = _cut(rows, down, head_mask.device)
     kv, kv_stop = _cut(columns, _RECTANGLES // down, head_mask.device)
     q_range, kv_range = (
-        Range((first * size).view(shape), (stop * size).clamp(max=length).view(shape) - 1)
+        Interval((first * size).view(shape), (stop * size).clamp(max=length).view(shape) - 1)
         for first, stop, size, length, shape in (
             (q, q_stop, config.block_m, head_mask.q_len, (1, 1, -1, 1)),
             (kv, kv_stop, config.block_n, head_mask.kv_len, (1, 1, 1, -1)),
@@ -122,7 +122,7 @@ def _tiles_at_least(head_mask: HeadMask, config: LayoutConfig) -> int:
 
 
 def _cut(count: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where at most so many parts of `count` things begin and end."""
+    """First and last + 1 index of at most so many nearly equal parts of `count` items."""
     size = -(-count // min(count, parts))
     first = torch.arange(0, count, size, device=device)
     return first, (first + size).clamp(max=count)

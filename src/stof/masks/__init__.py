@@ -4,8 +4,7 @@ from stof.masks.compose import Mask, placed, transposed
 from stof.masks.dynamic import block_topk, from_bits, vertical_slash
 from stof.masks.functions import from_function
 from stof.masks.index import Index
-from stof.masks.parse import PATTERNS, parse
-from stof.masks.patterns import (
+from stof.masks.named_masks import (
     bigbird,
     causal,
     dilated_window,
@@ -22,11 +21,12 @@ from stof.masks.patterns import (
     sliding_window,
     strided,
 )
+from stof.masks.parse import NAMED_MASKS, parse
 from stof.masks.reorder import reordered
 from stof.masks.tensors import as_mask, from_block_mask, from_dense
 
 __all__ = [
-    "PATTERNS",
+    "NAMED_MASKS",
     "Index",
     "Mask",
     "as_mask",

@@ -77,7 +77,7 @@ class BaseMask(ABC):
         """
 
     def tile_bounds(self, index: Index) -> TileBounds:
-        """What is kept of whole rectangles: `index` holds `Range`s of queries and keys, and one sequence and head.
+        """What is kept of whole rectangles: `index` holds `Interval`s of queries and keys, and one sequence and head.
 
         By default the rule itself is run on the ranges; where it looks at single positions the answer is unknown.
         """
@@ -145,7 +145,7 @@ class BaseMask(ABC):
 
     @property
     def depends_on_sizes(self) -> bool:
-        """Whether `dims` must be asked with the sizes of a call (functions; named patterns know)."""
+        """Whether `dims` must be asked with the sizes of a call (functions; named masks know)."""
         return False
 
     @property

@@ -1,6 +1,6 @@
 """Closed-form bounds of a mask on whole tiles, by interval arithmetic.
 
-A mask's rule combines positions by arithmetic, comparisons and `& | ~`. Run on `Range`s instead of tensors of
+A mask's rule combines positions by arithmetic, comparisons and `& | ~`. Run on `Interval`s instead of tensors of
 positions, the same code tells for many tiles at once which are certainly empty and which certainly full: `TileBounds`.
 Tables that are looked up at a range have a range of entries, so masks of documents or padding in tensors are known
 where these are constant, or ascend, along a tile. Code that looks at single positions (control flow, floats) fails on a
@@ -41,7 +41,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
-class Range(_TorchFunctions):
+class Interval(_TorchFunctions):
     """Integers from `low` to `high`, both included; int64 tensors that broadcast.
 
     Attributes:
@@ -63,27 +63,27 @@ class Range(_TorchFunctions):
             raise OverflowError(f"numbers from {self.limits[0]} to {self.limits[1]} in {self.dtype}")
 
     @staticmethod
-    def of(value: object) -> Range:
+    def of(value: object) -> Interval:
         """A range, or the numbers of a tensor as ranges of one number each."""
-        if isinstance(value, Range):
+        if isinstance(value, Interval):
             return value
         value = _integers(value)
-        return Range(value, value, (int(value.min()), int(value.max())), value.dtype)
+        return Interval(value, value, (int(value.min()), int(value.max())), value.dtype)
 
     @property
     def device(self) -> torch.device:
         return self.low.device
 
-    def _number(self, value: object) -> Range:
+    def _number(self, value: object) -> Interval:
         """A number, as PyTorch makes it one of this dtype, as a range."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"no range of {type(value).__name__}")
         # On the CPU it goes with ranges on any device, whichever device is the default one.
         number = torch.tensor(value, device="cpu")
-        return Range(number, number, (value, value), self.dtype)
+        return Interval(number, number, (value, value), self.dtype)
 
-    def _operand(self, other: object) -> Range:
-        return self._number(other) if isinstance(other, int) else Range.of(other)
+    def _operand(self, other: object) -> Interval:
+        return self._number(other) if isinstance(other, int) else Interval.of(other)
 
     def _ends(self, other: object) -> tuple[Tensor, Tensor]:
         """Both ends of what this range is compared with; tensors need not be read."""
@@ -97,58 +97,58 @@ class Range(_TorchFunctions):
             raise TypeError("ranges are divided by a positive int")
         return value
 
-    def __add__(self, other: object) -> Range:
+    def __add__(self, other: object) -> Interval:
         other = self._operand(other)
         limits = self.limits[0] + other.limits[0], self.limits[1] + other.limits[1]
         dtype = torch.promote_types(self.dtype, other.dtype)
-        return Range(self.low + other.low, self.high + other.high, limits, dtype)
+        return Interval(self.low + other.low, self.high + other.high, limits, dtype)
 
     __radd__ = __add__
 
-    def __neg__(self) -> Range:
-        return Range(-self.high, -self.low, (-self.limits[1], -self.limits[0]), self.dtype)
+    def __neg__(self) -> Interval:
+        return Interval(-self.high, -self.low, (-self.limits[1], -self.limits[0]), self.dtype)
 
-    def __sub__(self, other: object) -> Range:
+    def __sub__(self, other: object) -> Interval:
         return self + -self._operand(other)
 
-    def __rsub__(self, other: object) -> Range:
+    def __rsub__(self, other: object) -> Interval:
         return -self + other
 
-    def __mul__(self, other: object) -> Range:
+    def __mul__(self, other: object) -> Interval:
         factor = self._number(other).limits[0]
         a, b = self.low * factor, self.high * factor
         low, high = (limit * factor for limit in self.limits)
-        return Range(a, b, (low, high), self.dtype) if factor >= 0 else Range(b, a, (high, low), self.dtype)
+        return Interval(a, b, (low, high), self.dtype) if factor >= 0 else Interval(b, a, (high, low), self.dtype)
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, other: object) -> Range:
+    def __floordiv__(self, other: object) -> Interval:
         size = self._divisor(other)
         limits = self.limits[0] // size, self.limits[1] // size
-        return Range(_floor(self.low, size), _floor(self.high, size), limits, self.dtype)
+        return Interval(_floor(self.low, size), _floor(self.high, size), limits, self.dtype)
 
-    def __mod__(self, other: object) -> Range:
+    def __mod__(self, other: object) -> Interval:
         size = self._divisor(other)
         # Within one period the remainders are a range too; across its end they may be anything.
         within = _floor(self.low, size) == _floor(self.high, size)
         low, high = torch.remainder(self.low, size), torch.remainder(self.high, size)
         low, high = torch.where(within, low, 0), torch.where(within, high, size - 1)
-        return Range(low, high, (0, size - 1), self.dtype)
+        return Interval(low, high, (0, size - 1), self.dtype)
 
-    def __abs__(self) -> Range:
+    def __abs__(self) -> Interval:
         nearest = torch.maximum(self.low, -self.high).clamp(min=0)
         low, high = self.limits
-        return Range(nearest, torch.maximum(self.high, -self.low), (0, max(high, -low)), self.dtype)
+        return Interval(nearest, torch.maximum(self.high, -self.low), (0, max(high, -low)), self.dtype)
 
     abs = __abs__
 
-    def clamp(self, min: int | None = None, max: int | None = None) -> Range:
+    def clamp(self, min: int | None = None, max: int | None = None) -> Interval:
         low, high = self.limits
         for bound in (min, max):
             if bound is not None:  # which a range may lie beyond, and then becomes
                 number = self._number(bound).limits[0]
                 low, high = (number if number < low else low), (number if number > high else high)
-        return Range(self.low.clamp(min, max), self.high.clamp(min, max), (low, high), self.dtype)
+        return Interval(self.low.clamp(min, max), self.high.clamp(min, max), (low, high), self.dtype)
 
     def __le__(self, other: object) -> TileBounds:
         low, high = self._ends(other)
@@ -237,17 +237,17 @@ def _floor(value: Tensor, divisor: int) -> Tensor:
     return torch.div(value, divisor, rounding_mode="floor")
 
 
-def _isin(numbers: Range, values: Tensor) -> TileBounds:
+def _isin(numbers: Interval, values: Tensor) -> TileBounds:
     values = values.unique()  # sorted
     last = torch.searchsorted(values, numbers.high.contiguous(), right=True)
     count = last - torch.searchsorted(values, numbers.low.contiguous())
     return TileBounds(count == 0, count == numbers.high - numbers.low + 1)
 
 
-def _entries(table: object, items: Any) -> Range | TileBounds:
+def _entries(table: object, items: Any) -> Interval | TileBounds:
     """What a table holds at ranges of positions in one of its dimensions, and at single ones in the others."""
     picks: list[Any] = list(items) if isinstance(items, tuple) else [items]
-    dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, Range)]
+    dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, Interval)]
     if not isinstance(table, Tensor) or len(picks) != table.ndim or len(dims) != 1:
         raise TypeError("a range is a position in one dimension of a table, single positions are those in all others")
     (dim,) = dims
@@ -263,13 +263,13 @@ def _entries(table: object, items: Any) -> Range | TileBounds:
     low, high = extremes(rows, at.low, at.high)
     if table.dtype == torch.bool:
         return TileBounds(high == 0, low == 1)
-    return Range(low, high, (int(low.min()), int(high.max())), table.dtype)
+    return Interval(low, high, (int(low.min()), int(high.max())), table.dtype)
 
 
-def _where(condition: object, one: object, other: object) -> Range | TileBounds:
+def _where(condition: object, one: object, other: object) -> Interval | TileBounds:
     """`one` where the condition certainly holds, `other` where it certainly does not, else both."""
     condition = TileBounds.of(condition)
-    ranges = [x for x in (one, other) if isinstance(x, Range)]
+    ranges = [x for x in (one, other) if isinstance(x, Interval)]
     if not ranges:
         one, other = TileBounds.of(one), TileBounds.of(other)
         return (condition & one) | (~condition & other) | (one & other)
@@ -277,12 +277,12 @@ def _where(condition: object, one: object, other: object) -> Range | TileBounds:
     low = torch.where(condition.empty, b.low, torch.where(condition.full, a.low, torch.minimum(a.low, b.low)))
     high = torch.where(condition.empty, b.high, torch.where(condition.full, a.high, torch.maximum(a.high, b.high)))
     limits = min(a.limits[0], b.limits[0]), max(a.limits[1], b.limits[1])
-    return Range(low, high, limits, torch.promote_types(a.dtype, b.dtype))
+    return Interval(low, high, limits, torch.promote_types(a.dtype, b.dtype))
 
 
 def _flipped(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A comparison whose range may stand on either side."""
-    return lambda a, b: function(Range.of(a), b)
+    return lambda a, b: function(Interval.of(a), b)
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -300,8 +300,8 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.bitwise_or: lambda a, b: TileBounds.of(a) | b,
 }
 for _names, _operation in (
-    (("add", "__radd__"), lambda a, b: Range.of(a) + b),
-    (("sub", "__sub__"), lambda a, b: Range.of(a) - b),
+    (("add", "__radd__"), lambda a, b: Interval.of(a) + b),
+    (("sub", "__sub__"), lambda a, b: Interval.of(a) - b),
     (("le", "__le__"), _flipped(lambda a, b: a <= b)),
     (("lt", "__lt__"), _flipped(lambda a, b: a < b)),
     (("ge", "__ge__"), _flipped(lambda a, b: a >= b)),
@@ -310,7 +310,7 @@ for _names, _operation in (
     (("ne", "__ne__"), _flipped(lambda a, b: a != b)),
     (("__and__",), lambda a, b: TileBounds.of(a) & b),
     (("__or__",), lambda a, b: TileBounds.of(a) | b),
-    (("__add__",), lambda a, b: Range.of(a) + b),
+    (("__add__",), lambda a, b: Interval.of(a) + b),
 ):
     for _name in _names:
         for _owner in (torch, Tensor):

@@ -58,7 +58,7 @@ class Mask(BaseMask):
         more queries than keys: the first queries then see no key, their output is 0 and their LSE -inf.
 
         Raises:
-            MaskError: an offset below 0 of a mask that is no named pattern, or of `neighborhood_2d`.
+            MaskError: an offset below 0 of a mask that is no named mask, or of `neighborhood_2d`.
         """
         return placed(self, offset)
 
@@ -107,7 +107,7 @@ class Composite(Mask):
     depth: int = 1
     deepest: ClassVar[int] = DEEPEST
 
-    # Asked anew each time: a mask function may only be told once it was called at positions that it takes.
+    # Not stored: whether a mask function uses an index is known only after it was traced at positions that it accepts.
     @property
     def depends_on_batch(self) -> bool:
         return any(mask.depends_on_batch for mask in self.masks)
@@ -380,9 +380,9 @@ def placed(
     refuse others, and `random_blocks` draws from that many keys. Of a part that ends earlier, say how long `mask` is by
     `q_len` and `kv_len`.
 
-    Offsets below 0 reach before the first query or key. Named patterns say what is kept there: positions below 0 belong
-    to no document, are no global or sink tokens and in no prefix, and `padding` drops them as keys; all else is as the
-    patterns' formulas say. Other masks raise.
+    Offsets below 0 reach before the first query or key. Named masks say what is kept there: positions below 0 belong
+    to no document, are no global or sink tokens and in no prefix, and `padding` drops them as keys; all else is as
+    their formulas say. Other masks raise.
 
     Args:
         mask: the mask to take a part of.
@@ -420,7 +420,7 @@ def placed(
         if offset < 0 and not is_allowed:
             raise MaskError(
                 f"{shown(mask)} has no {what} before position 0, so the offset of its {what} is 0 or more, got "
-                f"{offset}; give the offset to the named patterns in a mask alone, and subtract it in a function"
+                f"{offset}; give the offset to the named masks in a mask alone, and subtract it in a function"
             )
     return Placed(mask, q_offset, kv_offset, q_len, kv_len)
 

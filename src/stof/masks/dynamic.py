@@ -17,7 +17,7 @@ from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
 from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
 from stof.masks.index import Index
-from stof.masks.patterns import _integer
+from stof.masks.named_masks import _integer
 from stof.masks.snapshots import identity, snapshot
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, MaskFunctionError, ShapeError
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 from stof.masks.compose import Mask
 from stof.masks.elementwise import Record, Traits, record_of, traits_of
 from stof.masks.index import Index
@@ -173,7 +173,7 @@ class FunctionMask(Mask):
         another power of two.
         """
         known = _known_before(self.fn)
-        ranges = isinstance(index.q, Range)
+        ranges = isinstance(index.q, Interval)
         key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
         # A check on ranges covers tensors too.
         if known is not None and (key in known.compared or (True, *key[1:]) in known.compared):
@@ -198,7 +198,7 @@ class FunctionMask(Mask):
 
     def _ranges_agree(self, at: Indices, expected: Tensor) -> bool:
         """Whether what the function says of rectangles, if anything, is true of the scores in them."""
-        rows, columns = (Range(x.amin((2, 3), True), x.amax((2, 3), True)) for x in at[2:])
+        rows, columns = (Interval(x.amin((2, 3), True), x.amax((2, 3), True)) for x in at[2:])
         try:
             kept = TileBounds.of(self.fn(at[0], at[1], rows, columns))  # type: ignore[arg-type]
         except Exception:  # no closed form
@@ -423,7 +423,7 @@ def _samples(index: Index) -> Indices:
         flat = values.flatten()
         return flat[torch.randint(len(flat), shape, generator=generator, device="cpu").to(flat.device)]
 
-    def positions(values: Tensor | Range, count: int) -> Tensor:
+    def positions(values: Tensor | Interval, count: int) -> Tensor:
         if isinstance(values, Tensor):
             return chosen(values, _RECTANGLES, count)
         # Both ends of some ranges, and positions in between.

@@ -1,6 +1,6 @@
 """Masks as numbers: short programs that a kernel runs on positions and on ranges of them.
 
-A program is a list of instructions for a stack of truth values, in postfix order: every named pattern is a few tests of
+A program is a list of instructions for a stack of truth values, in postfix order: every named mask is a few tests of
 the form `low <= x <= high`, where x comes from the query and key positions by one of the operations below. One compiled
 kernel serves all masks that can be written so; see `stof.layout.builders.gpu`.
 """
@@ -22,7 +22,7 @@ from stof.masks.reorder import InRanges, begins_of
 WIDTH = 9
 # Truth values on the stack. Parts that need most of it come first, so n of them are enough for fewer than 2**n tests.
 DEPTH = 5
-# Numbers of all programs of a mask: beyond, making them costs more than they save.
+# Most numbers of all programs of a mask: writing more takes longer than they save.
 LONGEST = 2**18
 
 _MOST = 2**31 - 1
@@ -61,9 +61,9 @@ class Op(IntEnum):
     DOCUMENT = 13  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
     CHOSEN_BLOCK = 14  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
     CHOSEN_BLOCK_OF_KEY = 15  # 1 when i div size is among the `entries` numbers of row j div size - extra
-    # Not tests. They come first in a program and map its queries, or its keys, which lie in ranges that follow each
-    # other, to positions in a sequence of `extra` tokens. The table has the positions where the `entries` ranges begin,
-    # then the shift of each range.
+    # These are no tests. They come first in a program and map its queries or keys, which are consecutive ranges of
+    # another sequence, to positions in that sequence of `extra` tokens. The table has the positions where the
+    # `entries` ranges begin, then the shift of each range.
     QUERY_IN_RANGES = 16
     KEY_IN_RANGES = 17
 

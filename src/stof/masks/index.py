@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
-Positions = TypeVar("Positions", Tensor, Range)
+Positions = TypeVar("Positions", Tensor, Interval)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,6 @@ class Index:
 
 def swapped(x: Positions) -> Positions:
     """What broadcasts to four dimensions, with the last two of them swapped."""
-    if isinstance(x, Range):
+    if isinstance(x, Interval):
         return replace(x, low=swapped(x.low), high=swapped(x.high))
     return x[(None,) * (4 - x.ndim)].mT

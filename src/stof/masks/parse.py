@@ -1,6 +1,6 @@
 """Text to mask: the inverse of a mask's repr, for command lines and configuration files; and number to mask.
 
-Only calls of named patterns, literals and `& | ~` are read; nothing is executed.
+Only calls of named masks, literals and `& | ~` are read; nothing is executed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import functools
 from collections.abc import Callable
 
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
-from stof.masks import patterns
+from stof.masks import named_masks
 from stof.masks.base import LIVING
 from stof.masks.compose import Mask, placed, transposed
 from stof.masks.per_head import for_batch, for_heads
 
-PATTERNS: dict[str, Callable[..., Mask]] = {
+NAMED_MASKS: dict[str, Callable[..., Mask]] = {
     fn.__name__: fn
     for fn in (
-        patterns.full,
-        patterns.causal,
-        patterns.sliding_window,
-        patterns.dilated_window,
-        patterns.strided,
-        patterns.global_tokens,
-        patterns.sink_tokens,
-        patterns.random_blocks,
-        patterns.longformer,
-        patterns.bigbird,
-        patterns.prefix_lm,
-        patterns.documents,
-        patterns.padding,
-        patterns.neighborhood_2d,
-        patterns.per_head,
+        named_masks.full,
+        named_masks.causal,
+        named_masks.sliding_window,
+        named_masks.dilated_window,
+        named_masks.strided,
+        named_masks.global_tokens,
+        named_masks.sink_tokens,
+        named_masks.random_blocks,
+        named_masks.longformer,
+        named_masks.bigbird,
+        named_masks.prefix_lm,
+        named_masks.documents,
+        named_masks.padding,
+        named_masks.neighborhood_2d,
+        named_masks.per_head,
     )
 }
 # What is made of another mask, the first argument.
@@ -41,7 +41,7 @@ _OF_MASKS: dict[str, Callable[..., Mask]] = {fn.__name__: fn for fn in (placed, 
 
 
 def mask_by_key(key: str) -> Mask:
-    """The mask whose `key` this is: a living one, else a named pattern built again from its text.
+    """The mask whose `key` this is: a living one, else a named mask built again from its text.
 
     Raises:
         MaskError: the key names a function or tensor that no longer exists.
@@ -85,8 +85,8 @@ def parse(text: str) -> Mask:
     A bare name means a call without arguments: `"causal"` is `causal()`.
 
     Raises:
-        MaskSyntaxError: not a mask expression, or arguments the pattern does not take.
-        UnknownMaskError: an unknown pattern; the message names the nearest valid one.
+        MaskSyntaxError: not a mask expression, or arguments the named mask does not take.
+        UnknownMaskError: an unknown mask; the message names the nearest valid one.
     """
     if not isinstance(text, str):
         raise MaskSyntaxError(f"a mask expression is text, got {type(text).__name__}")
@@ -114,7 +114,7 @@ def _mask(node: ast.expr) -> Mask:
             values, named = _arguments(args, keywords)
             return _checked("with_query_offset", _mask(inner).with_query_offset, values, named)
         case ast.Call(func=ast.Name(id="per_head"), args=[ast.List(elts=items)], keywords=[]):
-            return patterns.per_head([_mask(item) for item in items])
+            return named_masks.per_head([_mask(item) for item in items])
         case ast.Call(func=ast.Name(id=name), args=[inner, *args], keywords=keywords) if name in _OF_MASKS:
             values, named = _arguments(args, keywords)
             return _checked(name, _OF_MASKS[name], [_mask(inner), *values], named)
@@ -123,7 +123,7 @@ def _mask(node: ast.expr) -> Mask:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             return _call(name, *_arguments(args, keywords))
     raise MaskSyntaxError(
-        f"{ast.unparse(node)!r} is not part of a mask expression; use pattern calls combined with & | ~"
+        f"{ast.unparse(node)!r} is not part of a mask expression; use calls of named masks combined with & | ~"
     )
 
 
@@ -144,18 +144,18 @@ def _arguments(args: list[ast.expr], keywords: list[ast.keyword]) -> tuple[list[
         named = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
         values = [ast.literal_eval(arg) for arg in args]
     except (ValueError, TypeError):
-        raise MaskSyntaxError("arguments of a pattern are literals: numbers, true/false, lists of numbers") from None
+        raise MaskSyntaxError("arguments of a named mask are literals: numbers, true/false, lists of numbers") from None
     if len(named) < len(keywords):
         raise MaskSyntaxError("an argument is given twice")
     return values, named
 
 
 def _call(name: str, args: list[object], named: dict[str, object]) -> Mask:
-    if name not in PATTERNS:
-        near = difflib.get_close_matches(name, PATTERNS, n=1, cutoff=0.4)
+    if name not in NAMED_MASKS:
+        near = difflib.get_close_matches(name, NAMED_MASKS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UnknownMaskError(f"unknown mask {name!r}; {hint}Known masks: {', '.join(PATTERNS)}")
-    return _checked(name, PATTERNS[name], args, named)
+        raise UnknownMaskError(f"unknown mask {name!r}; {hint}Known masks: {', '.join(NAMED_MASKS)}")
+    return _checked(name, NAMED_MASKS[name], args, named)
 
 
 def _checked(name: str, fn: Callable[..., Mask], args: list[object], named: dict[str, object]) -> Mask:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import MaskError, ShapeError
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 from stof.masks.compose import DEEPEST, Mask, Wrapped, placed
 from stof.masks.index import Index
 from stof.masks.snapshots import identity, snapshot
@@ -131,7 +131,7 @@ def _positions(at: Positions, ranges: Sequence[tuple[int, int]], length: int) ->
     """Map positions in the concatenated ranges to positions in the whole sequence, of `length` tokens."""
     begins = torch.tensor(begins_of(ranges), device=at.device)
     shifts = torch.tensor([first for first, _ in ranges], device=at.device) - begins
-    if not isinstance(at, Range):
+    if not isinstance(at, Interval):
         return at + shifts[torch.searchsorted(begins, at.contiguous(), right=True) - 1]
     number, last = (torch.searchsorted(begins, end.contiguous(), right=True) - 1 for end in (at.low, at.high))
     inside = number == last  # else they lie in several ranges, and may be anywhere in the sequence

@@ -1,4 +1,4 @@
-"""The value classes behind the named patterns. Users build them through `stof.masks.<name>(...)`."""
+"""The value classes behind the named masks. Users build them through `stof.masks.<name>(...)`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from stof.errors import ShapeError
 from stof.masks.base import numbered
-from stof.masks.bounds import Range, TileBounds
+from stof.masks.bounds import Interval, TileBounds
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 
 
 class Rule(Mask):
-    """A named pattern: a frozen dataclass whose repr is the call that builds it."""
+    """A named mask: a frozen dataclass whose repr is the call that builds it."""
 
     name: ClassVar[str]
 
@@ -32,7 +32,7 @@ class Rule(Mask):
 
 
 class PerSequence(Rule):
-    """A pattern with a value for each sequence of the batch, or one for all.
+    """A named mask with a value for each sequence of the batch, or one for all.
 
     Attributes:
         per_sequence: name of the field that holds these values.
@@ -197,7 +197,7 @@ class RandomBlocks(Rule):
 
         Where the table is too large, a tile is empty only if no queries that are asked about see its keys.
         """
-        q, kv = (Range.of(x) // self.block_size for x in (index.q, index.kv))
+        q, kv = (Interval.of(x) // self.block_size for x in (index.q, index.kv))
         first, columns = int(q.low.min()), -(-index.kv_len // self.block_size)
         q = q - first
         rows = int(q.high.max()) + 1
@@ -318,7 +318,7 @@ class Documents(PerSequence):
         first, last, left, right = (
             torch.searchsorted(stops, end.contiguous(), right=True)
             for x in (index.q, index.kv)
-            for end in (Range.of(x).low, Range.of(x).high)
+            for end in (Interval.of(x).low, Interval.of(x).high)
         )
         one_row, one_column = first == last, left == right
         nothing = (last < left) | (right < first) | (one_row & ~seen[first]) | (one_column & ~seen[left])

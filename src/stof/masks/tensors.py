@@ -16,8 +16,8 @@ from stof.masks.bounds import TileBounds
 from stof.masks.compose import Mask
 from stof.masks.functions import FunctionMask, current_record, from_function
 from stof.masks.index import Index
-from stof.masks.parse import PATTERNS, parse
-from stof.masks.patterns import full
+from stof.masks.named_masks import full
+from stof.masks.parse import NAMED_MASKS, parse
 from stof.masks.snapshots import identity, snapshot
 
 
@@ -269,7 +269,7 @@ def as_mask(value: Any) -> Mask:
         return parse(value)
     if hasattr(value, "kv_num_blocks"):
         return from_block_mask(value)
-    if any(value is pattern for pattern in PATTERNS.values()):
+    if any(value is function for function in NAMED_MASKS.values()):
         raise MaskError(f"{value.__name__} is what makes a mask; call it, as in masks.causal()")
     if callable(value):
         return from_function(value)

@@ -21,7 +21,7 @@ _MOST_CALLS = 1024
 def plan_key(
     mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, config: LayoutConfig | None
 ) -> Hashable:
-    """What a plan whose rows keep their order is made of; `mask.key` stands for the mask."""
+    """The cache key of a plan whose rows keep their order: its mask's key, lengths, sizes and device."""
     # The sizes matter only to masks that must be asked whether they depend on them.
     sizes = (batch, heads) if mask.depends_on_sizes else mask.dims(batch, heads)
     return (mask.key, q_len, kv_len, sizes, str(device), config)

@@ -337,7 +337,7 @@ class Plan(Numbered):
         return self.geometry.build(config, row_order)
 
     def _check_unchanged(self) -> None:
-        """Raise if the mask's functions do other than when the plan was made: its layouts would differ."""
+        """Raise if the mask's functions changed since the plan was made: its layouts would differ."""
         if self.mask is not None:
             self.mask.refuse_changed()
 

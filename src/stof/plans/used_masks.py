@@ -27,7 +27,7 @@ def noting_masks() -> Iterator[list[UsedMask]]:
 
 
 def present(mask: Mask, device: torch.device) -> Mask:
-    """The frozen mask of one that may change; both are noted where anyone wants to know.
+    """The frozen mask of one that may change; both are recorded inside of `noting_masks`.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured on this device, whose owner does not check masks.

@@ -11,13 +11,13 @@ from stof.runtime.private import raw_stream
 
 # 4 MB of counters per device for captured graphs, enough for thousands of captured calls.
 _ARENA = 2**20
-# Kernels are compiled for pointers to multiples of 16 bytes, and two kernels' counters are not to share a line.
+# Kernels are compiled for pointers to multiples of 16 bytes, and two kernels' counters must not share a cache line.
 _LINE = 32
 
 _lock = ForkSafeLock()
 _by_stream: dict[tuple[int, int], Tensor] = {}
 _arena: dict[int, tuple[Tensor, int]] = {}
-# Kernels may still count in those that larger ones replaced; all of them together are smaller than what replaced them.
+# Smaller counters that larger ones replaced are kept, since running kernels may use them; their total is smaller.
 _outgrown: list[Tensor] = []
 
 

@@ -47,7 +47,7 @@ class Launch:
 
     Args:
         kernel: a `triton.jit` function.
-        grid: number of programs.
+        grid: number of thread blocks.
         tensors: tensors that are the same in every call.
         numbers: integers and floats.
         constants: values of the compile-time parameters.
@@ -162,10 +162,10 @@ def launch(
     Args:
         kernel: its parameters are, in this order, tensors, numbers below 2**31, and constants. Equal constants must
             mean equal tensor dtypes and an equal `num_warps`.
-        grid: number of programs.
+        grid: number of thread blocks.
         tensors, numbers, constants: its arguments.
         device: where the tensors are.
-        num_warps: warps of a program.
+        num_warps: warps of a thread block.
 
     Raises:
         KernelError: it does not compile for this device.

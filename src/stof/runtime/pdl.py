@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def launch_next_and_wait(USE_PDL: tl.constexpr):
     """Allow the next kernel to start, then wait until the previous one has ended and its writes are visible.
 
-    The next kernel's programs occupy multiprocessors as these become idle and wait here themselves. This order is
+    The next kernel's thread blocks occupy multiprocessors as these become idle and wait here themselves. This order is
     sound because every kernel waits: when the previous kernel has ended, all kernels before it have. Kernels launched
     without PDL start when this one has ended, and this one starts when they have.
     """

@@ -11,11 +11,11 @@ from stof.runtime.private import raw_stream
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An update: what calls on other streams wait for, and which streams have calls that the next update waits for.
+    """An update of a dynamic plan: calls on other streams wait for it, and the next update waits for these streams.
 
     Attributes:
-        done: recorded behind it; None where its stream alone orders it.
-        streams: that it ran on, or that wait for it, by their ids.
+        done: event recorded after the update; None where only its own stream needs it.
+        streams: by their ids, the stream it ran on and those that wait for it.
     """
 
     done: torch.cuda.Event | None = None
@@ -38,7 +38,7 @@ class Update:
         self.streams[number] = stream
 
     def wait_for_calls(self, ordered: int) -> None:
-        """Let the current stream wait for the others that joined, but for one (its id) that it waits for already."""
+        """Let the current stream wait for `streams`, except one (by its id) that it already waits for."""
         number = stream_id()
         for other, stream in self.streams.items():
             if other not in (number, ordered):
@@ -46,5 +46,5 @@ class Update:
 
 
 def stream_id() -> int:
-    """Of the current stream; less host time than making a `torch.cuda.Stream`, and every call asks."""
+    """The id of the current stream. Every call needs it, and making a `torch.cuda.Stream` takes longer."""
     return raw_stream(torch.cuda.current_device())

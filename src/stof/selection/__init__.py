@@ -2,7 +2,7 @@
 
 from stof.selection.capabilities import CallSpec, Capabilities
 from stof.selection.default_layout import default_config, own_layout
-from stof.selection.gpu_candidates import gpu_choices, reads_unseen_too
+from stof.selection.gpu_choices import gpu_choices, reads_unseen_too
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry, LayoutGeometry, MaskGeometry

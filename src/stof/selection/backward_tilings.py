@@ -1,6 +1,6 @@
 """Tile sizes of the backward kernels, best first, by their estimated time under the mask.
 
-A program is estimated to take a fixed time plus a time for each of its tiles. Programs are assigned, longest first, to
+A thread block is estimated to take a fixed time plus a time for each of its tiles. They are assigned, longest first, to
 the slots that run at the same time; the estimate is when the last slot ends. `stof tune --device --backward` measures
 the kernels and fits the constants, which lie with those of the forward kernels in `device_data/`.
 """
@@ -19,10 +19,10 @@ from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
 from stof.selection.capabilities import CallSpec
-from stof.selection.cost_model import last_slot
 from stof.selection.device_model import DEFAULT_DEVICE, BackwardTimes, DeviceModel, load_model
 from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.resources import head_dim_class
+from stof.selection.slot_assignment import last_slot
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class BackwardTile:
     num_stages: int
 
     @property
-    def programs(self) -> int:
-        """Programs on a multiprocessor: with up to 255 registers a thread, 8 warps fit."""
+    def occupancy(self) -> int:
+        """Thread blocks on a multiprocessor: with up to 255 registers a thread, 8 warps fit."""
         return 8 // self.num_warps
 
     def key(self, kernel: str, call: CallSpec) -> str:
-        """Which constants of a `DeviceModel` it goes by; `kernel` is "dq" or "dkv"."""
+        """The key of its constants in `DeviceModel.backward`; `kernel` is "dq" or "dkv"."""
         precision = "float32-" if call.dtype == torch.float32 else ""
         width = head_dim_class(call.head_dim, call.value_dim)
         return f"{kernel}/{precision}{width}/{self.rows}x{self.columns}/{self.num_warps}w{self.num_stages}s"
@@ -100,7 +100,7 @@ def tiles_of(kernel: str, call: CallSpec) -> tuple[BackwardTile, ...]:
 
 
 def head_groups(kernel: str, call: CallSpec) -> tuple[int, int]:
-    """Independent groups of heads, and query heads that one program goes through."""
+    """Independent groups of heads, and query heads that one thread block goes through."""
     if kernel == "dq":
         return call.batch * call.heads, 1
     return call.batch * call.kv_heads, call.heads // call.kv_heads  # dK and dV add up those of a key head
@@ -163,14 +163,14 @@ def critical_load(
     model: DeviceModel,
     times: BackwardTimes,
 ) -> Tensor:
-    """Programs, partial tiles, full tiles and chunks on the slot that ends last, float64 `[4]`.
+    """Thread blocks, partial tiles, full tiles and chunks on the slot that ends last, float64 `[4]`.
 
     Args:
         tile, counts: the tile size, and how many tiles the mask's row blocks have.
         split: most tiles of a chunk, 0 for row blocks in one piece.
         groups, heads_in_group: see `head_groups`.
         model: of the device.
-        times: constants by which programs are placed.
+        times: constants by which thread blocks are placed.
     """
     tiles = counts.partial + counts.full
     parts = parts_of(tiles, split).flatten().double()
@@ -182,4 +182,4 @@ def critical_load(
     )
     loads = torch.stack(kinds, 1)
     copies = parts * (groups / len(tiles))
-    return last_slot(loads, loads @ times.weights(), copies, model.multiprocessors * tile.programs)
+    return last_slot(loads, loads @ times.weights(), copies, model.multiprocessors * tile.occupancy)

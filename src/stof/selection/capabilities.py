@@ -8,6 +8,9 @@ import torch
 
 from stof.kernels.quantization import FP8, wide_dtype
 
+# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matmul.
+DECODE_ROWS = 16
+
 
 @dataclass(frozen=True)
 class CallSpec:

@@ -1,8 +1,8 @@
 """Estimated time of a choice on a GPU: a few physical terms, with constants measured on the device.
 
-A program handles one work item: a fixed part (launch, first loads, last stores) plus so much per partial and per full
-tile. Programs run on `multiprocessors * occupancy` slots, longest first. A machine that is not full runs each of
-them faster. The constants are those of a `DeviceModel`.
+A thread block takes for a work item a fixed time (launch, first loads, last stores), and a time for each partial and
+each full tile. Thread blocks run on `multiprocessors * occupancy` slots, longest first. Where slots stay empty, each
+runs faster. The constants are those of a `DeviceModel`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_scheduler import LATE, may_split_tail
+from stof.kernels.quantization import FP8
 from stof.kernels.triton.row_lists import default_config
 from stof.layout.survey import Survey, TileCounts
-from stof.selection.capabilities import CallSpec
-from stof.selection.device_model import DeviceModel, KernelTimes, kernel_key
+from stof.selection.capabilities import DECODE_ROWS, CallSpec
+from stof.selection.device_model import DeviceModel, KernelTimes
+from stof.selection.implementations import IMPLEMENTATIONS, gpu_of
 from stof.selection.kernel_choice import KernelChoice
-from stof.selection.resources import ON_HOPPER, head_dim_class, loads_bias_scalar, occupancy
+from stof.selection.resources import head_dim_class, loads_bias_scalar
+from stof.selection.slot_assignment import last_slot
 
-# Query rows the decode implementation takes: with the heads of a group they fill the rows of a matmul.
-DECODE_ROWS = 16
-# Operations of a program in a microsecond while another one shares its multiprocessor: in float16 and bfloat16, and in
-# float32 (three TF32 matmuls).
+# Operations of a thread block in a microsecond while another one shares its multiprocessor: in float16 and bfloat16,
+# and in float32 (three TF32 matmuls).
 _FLOPS_PER_US = (2e6, 0.3e6)
 _GUESS_PENALTY = 1.5
 # Factors of a bias on the time of a tile, for configurations without measurements with one. The Triton kernel takes 1.3
@@ -36,15 +37,12 @@ _BIAS_COST, _NARROW_BIAS_COST, _HOPPER_BIAS_COST = 1.45, 6.0, 1.6
 # layer with the heads last (`python -m benchmarks kernels --cases t5,8,512,full`) and 66 with contiguous rows. For rows
 # of odd strides it is a guess.
 _SCATTERED_BIAS_COST = 3.0
-# In the row-wise kernel the cost of a key grows with this power of the head's width where programs fill the machine
+# In the row-wise kernel the cost of a key grows with this power of the head's width where thread blocks fill all slots
 # (random masks, an H200).
 _ROW_KEY_WIDTH = 0.8
-# The row-wise kernel's longest row, where programs are few: the latency of one step's loads, and each column of a step
-# (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
+# The row-wise kernel's longest row, where thread blocks are few: the latency of one step's loads, and each column of a
+# step (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
 _ROW_STEP_US, _ROW_COLUMN_US = 0.95, 0.008
-# A tile's time in 8 bits as a share of its time in 16: under a full mask of 8192 tokens an H200 takes 1123 us, the
-# transposition of V included (`benchmarks/attention/fp8.py`), and 1571 us in 16 bits.
-_FP8_TILE = 0.73
 # Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone binds. Fitted: of 8.3 to
 # 10 million this gives the best picks among measurements, where tiles got 8 million at best.
 _L2 = 9.4e6
@@ -55,9 +53,7 @@ _GATHERED_L2 = 4.9e6
 # no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants
 # were measured without lazy rescaling.
 _LAZY_PARTIAL = {64: 0.82, 128: 0.9}
-# Waves of programs that are placed one by one; behind that many, the total over all slots says enough.
-_WAVES = 12
-# How much longer PyTorch takes to copy a bias into other rows than as it lies: a guess, since its reads are scattered.
+# Factor on the time in which PyTorch copies a bias to another memory order, for its scattered reads: a guess.
 _SCATTERED = 4.0
 # The launch that compacts keys, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
 _COMPACTION_US = 1.5
@@ -65,7 +61,10 @@ _COMPACTION_US = 1.5
 
 def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float | None:
     """Microseconds of one call with a cold L2 cache, or None for implementations the model does not know."""
-    if choice.implementation == "row_wise":
+    gpu = IMPLEMENTATIONS[choice.implementation].gpu
+    if gpu is None:
+        return None
+    if gpu.by_rows:
         kept = float(survey.kept.double().mean(0).sum()) * call.batch * call.heads
         row_us, key_us = model.row_wise
         rows = call.batch * call.heads * call.q_len
@@ -74,7 +73,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
         return model.launch + overlapped(work_us, longest_row_us(call, math.ceil(float(survey.kept.max()))))
     if choice.kernel is None or choice.layout is None:
         return None
-    if choice.implementation in ("block_wise", "hopper") and call.q_len <= DECODE_ROWS:
+    if call.q_len <= DECODE_ROWS and call.dtype != FP8 and not gpu.few_rows:
         return None  # `decode` is made for this
     times = _times(choice, call, model)
     if times is not None:
@@ -85,7 +84,7 @@ def estimate(choice: KernelChoice, call: CallSpec, survey: Survey, model: Device
 
 
 def longest_row_us(call: CallSpec, keys: int) -> float:
-    """What the row with most keys takes the row-wise kernel, step after step."""
+    """Time of the row-wise kernel for the row with most keys, which it reads in sequential steps."""
     columns = default_config(max(call.head_dim, call.value_dim), keys, call.dtype.itemsize).cols
     steps = max(1, math.ceil(keys / columns))
     return (_ROW_STEP_US + _ROW_COLUMN_US * columns) * steps
@@ -97,16 +96,41 @@ def row_wise_features(rows: float, kept: float, head_dim: float) -> tuple[float,
     return rows * max(1.0, width), kept * width**_ROW_KEY_WIDTH
 
 
-def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
-    """Constants of a choice, if it or a like one was measured.
+def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
+    """Which constants a block-wise or decode choice goes by."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
+    gpu = gpu_of(choice)
+    hopper = gpu.persistent
+    # Tiles of compacted columns are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
+    slab = None if hopper and (layout.compact_columns or kernel.paired) else layout.slab
+    # Decoding is bound by memory: its time does not depend on the number of rows.
+    rows = "" if gpu.few_rows else str(layout.block_m)
+    parts = [
+        choice.implementation,
+        f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
+        f"{rows}x{layout.block_n}",
+        "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
+        f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
+        *(["paired"] if kernel.paired else []),
+        # The Triton kernels read permuted rows one by one. TMA reads evenly spaced rows at full speed.
+        *(["permuted"] if choice.row_order is not None and not hopper else []),
+        *(["bias"] if call.has_bias else []),
+    ]
+    return "/".join(parts)
 
-    Those without a bias say enough of those with one, and Triton's with rows in order of those without.
+
+def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTimes | None:
+    """Constants of a choice, None where neither it nor a similar one was measured.
+
+    Where no measurement has the bias or the row order of a choice, one without them stands in.
     """
-    if choice.implementation == "hopper_fp8":
-        assert choice.kernel is not None
-        like = replace(choice, implementation="hopper", kernel=replace(choice.kernel, num_stages=2))
+    gpu = gpu_of(choice)
+    if gpu.measured_as is not None:
+        like, factor = gpu.measured_as(choice)
         times = model.kernels.get(kernel_key(like, call))
-        return times and _costlier(times, _FP8_TILE)
+        return times and _costlier(times, factor)
     times = model.kernels.get(kernel_key(choice, call))
     if times is None and choice.row_order is not None:
         in_order = replace(choice, row_order=None)
@@ -115,7 +139,7 @@ def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTi
         times = model.kernels.get(kernel_key(in_order, call))
     if times is None and call.has_bias:
         # The Hopper kernel has fewer stages where tiles of a bias take their place.
-        plain = (_with_stages(choice, more) for more in range(3 if choice.implementation == "hopper" else 1))
+        plain = (_with_stages(choice, more) for more in range(3 if gpu.persistent else 1))
         estimates = (_times(like, replace(call, has_bias=False), model) for like in plain)
         times = next(filter(None, estimates), None)
         times = times and _costlier(times, _bias_cost(choice, call))
@@ -123,16 +147,18 @@ def _times(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> KernelTi
 
 
 def _bias_cost(choice: KernelChoice, call: CallSpec) -> float:
-    """What a bias makes of the time of a tile that was not measured with one; decoding waits for keys and values."""
-    if choice.implementation == "decode":
+    """Factor of a bias on a tile's time, for kernels not measured with one; 1 for decoding, which memory bounds."""
+    gpu = gpu_of(choice)
+    if gpu.few_rows:
         return 1.0
-    if choice.implementation == "hopper":
+    if gpu.persistent:
         return _HOPPER_BIAS_COST
     return _NARROW_BIAS_COST if loads_bias_scalar(choice, call) else _BIAS_COST
 
 
 def _with_scattered_bias(times: KernelTimes, choice: KernelChoice, call: CallSpec) -> KernelTimes:
-    scattered = call.bias_to_copy and choice.implementation == "block_wise"
+    gpu = gpu_of(choice)
+    scattered = call.bias_to_copy and not (gpu.persistent or gpu.few_rows)
     return _costlier(times, _SCATTERED_BIAS_COST) if scattered else times
 
 
@@ -146,7 +172,7 @@ def _with_stages(choice: KernelChoice, more: int) -> KernelChoice:
 
 
 def guessed_times(choice: KernelChoice, call: CallSpec) -> KernelTimes:
-    """Constants for a kernel that was not measured: its arithmetic at what like kernels reach on an H200."""
+    """Constants for a kernel that was not measured: operations of a tile over the rate of similar ones on an H200."""
     assert choice.layout is not None
     flops = 2.0 * max(choice.layout.block_m, 64) * choice.layout.block_n * (call.head_dim + call.value_dim)
     tile = flops / _FLOPS_PER_US[call.dtype == torch.float32]
@@ -168,7 +194,7 @@ def estimate_tiles(
 
 def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel) -> float:
     """Time until keys and values are copied side by side: another launch, and each of them read and written once."""
-    if choice.implementation not in ON_HOPPER or choice.layout is None:
+    if choice.layout is None or not gpu_of(choice).persistent:
         return 0.0
     counts = survey.counts[choice.layout]
     keys = counts.compacted_keys
@@ -184,14 +210,14 @@ def compaction_us(choice: KernelChoice, call: CallSpec, survey: Survey, model: D
 
 def across_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
     """Time to transpose 8-bit V: another launch, and each value read and written once."""
-    if choice.implementation != "hopper_fp8":
+    if not gpu_of(choice).transposes_v:
         return 0.0
     return _COMPACTION_US + 2 * call.batch * call.kv_heads * call.kv_len * call.value_dim / model.bytes_per_us
 
 
 def laying_out_us(choice: KernelChoice, call: CallSpec, model: DeviceModel) -> float:
     """Time until a bias lies in rows that TMA can copy tiles of: another launch, and each value read and written."""
-    if choice.implementation != "hopper" or not call.bias_to_copy:
+    if not (call.bias_to_copy and gpu_of(choice).persistent):
         return 0.0
     return model.launch + _SCATTERED * 2 * call.bias_to_copy / model.bytes_per_us
 
@@ -210,7 +236,7 @@ def overlapped(compute_us: float, bytes_us: float) -> float:
 def critical_load(
     choice: KernelChoice, call: CallSpec, survey: Survey, model: DeviceModel, times: KernelTimes
 ) -> tuple[Tensor, float, float]:
-    """What the slot that ends last has done, how full the machine was, and the time memory needs.
+    """Work of the slot that ends last, the share of slots in use, and the time of the memory traffic.
 
     Returns:
         `(load, filled, bytes_us)`: float64 `[5]` items, partial tiles, full tiles, chunks written, chunks read back;
@@ -218,7 +244,7 @@ def critical_load(
     """
     assert choice.kernel is not None
     assert choice.layout is not None
-    layout, kernel = choice.layout, choice.kernel
+    layout, kernel, gpu = choice.layout, choice.kernel, gpu_of(choice)
     counts = _per_job(survey.counts[layout], kernel.paired)
     tiles = counts.partial + counts.full
     masks = tiles.shape[0]
@@ -230,39 +256,39 @@ def critical_load(
     loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
-    slots = model.multiprocessors * occupancy(choice, call, model.shared_bytes)
+    slots = model.multiprocessors * gpu.occupancy(choice, call, model.shared_bytes)
     # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
-    # group starts late, unless all programs start at once.
+    # group starts late, unless all thread blocks start at once.
     rounds = math.ceil(groups / (kernel.side or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
-    # Programs rounded up to as many on every multiprocessor: the one with most of them ends last.
+    # Thread blocks, rounded up to equally many on every multiprocessor: the one with most of them ends last.
     programs = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
     filled = min(1.0, programs / slots)
-    if choice.implementation in ON_HOPPER and rounds > 1:
+    if gpu.persistent and rounds > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
         load = average * late + last_slot(loads, each, copies / rounds, slots)
-    if choice.implementation not in ON_HOPPER:
+    if not gpu.persistent:
         load = max((load, average), key=lambda one: float(one @ times.weights())).clone()
-        # In the last wave of programs many slots are idle. On the Hopper kernel, whose thread blocks stay, this
+        # In the last wave of thread blocks many slots are idle. For the persistent Hopper kernel this correction makes
         # estimates worse.
         busy = float(average @ times.weights()) / float(load @ times.weights())
         filled = min(1.0, busy * programs / float(copies.sum()))
     most = float(parts.max())
     longest = float(torch.where(parts == 1, tiles.flatten(), 0).max())
-    if choice.implementation in ON_HOPPER and not kernel.paired and may_split_tail(float(copies.sum()), slots, longest):
+    if gpu.persistent and not kernel.paired and may_split_tail(float(copies.sum()), slots, longest):
         # The last work tiles are split, and each chunk is written and read back. The first ones are not.
         even = average + torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64, device="cpu")
         ends = (load, max((even, loads[int(each.argmax())]), key=lambda one: float(one @ times.weights())))
         load = min(ends, key=lambda one: float(one @ times.weights())).clone()
     # With several warpgroups, the Hopper kernel merges chunks in a binary tree. Elsewhere the last reads all others.
-    in_pairs = choice.implementation in ON_HOPPER and layout.block_m > 64
+    in_pairs = gpu.persistent and layout.block_m > 64
     load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
     memory_us = _bytes(call, touched) / model.bytes_per_us
-    rate = _L2 if choice.implementation in ON_HOPPER else _GATHERED_L2 if layout.slab is not None else None
+    rate = _L2 if gpu.persistent else _GATHERED_L2 if layout.slab is not None else None
     if rate is not None:
         copied = float(tiles.sum()) * groups / masks
         memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / rate)
@@ -279,7 +305,7 @@ def _lazy_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> tuple
     counts = survey.counts[choice.layout]
     small = choice.layout.block_n == 64 and (choice.layout.block_m == 64 or choice.kernel.paired)
     scored = call.has_bias or call.has_softcap
-    if choice.implementation != "hopper" or small or scored or bool(counts.full.any()):
+    if call.dtype == FP8 or not gpu_of(choice).persistent or small or scored or bool(counts.full.any()):
         return 1.0, 1.0
     keys = float(survey.kept.double().mean()) / max(1.0, float(counts.partial.double().mean()))
     exact = max(1.0, math.log(64) / max(keys, 0.01))
@@ -312,47 +338,6 @@ def _per_job(counts: TileCounts, paired: bool) -> TileCounts:
         return torch.div(tiles + 1, 2, rounding_mode="floor")
 
     return TileCounts(shared(counts.partial), shared(counts.full), counts.compacted_keys)
-
-
-def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor:
-    """Sum of the loads on the slot that ends last, `copies[i]` programs of `each[i]` us placed longest first."""
-    order = torch.argsort(each, descending=True)
-    loads, each, copies = loads[order], each[order], copies[order]
-    programs = float(copies.sum())
-    if programs > _WAVES * slots:
-        # The last to start are the shortest; half of one is left over at the end on average.
-        average = (loads * copies[:, None]).sum(0) / slots + 0.5 * loads[-1]
-        share = float((each * copies).sum()) / slots + 0.5 * float(each[-1])
-        return loads[0] if float(each[0]) > share else average
-    line = torch.tensor(_in_line(copies), device="cpu")
-    ends = torch.zeros(slots, dtype=each.dtype, device=each.device)
-    sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype, device=each.device)
-    start = 0
-    while start < len(line):
-        # The slot that is free first takes the longest program left; as many at once as nobody overtakes.
-        ends, free = ends.sort()
-        sums = sums[free]
-        wave = line[start : start + slots]
-        after = ends[: len(wave)] + each[wave]
-        overtaken = ends[1 : len(wave)] > after.cummin(0).values[:-1]
-        count = int(overtaken.int().argmax()) + 1 if bool(overtaken.any()) else len(wave)
-        ends[:count] = after[:count]
-        sums[:count] += loads[wave[:count]]
-        start += count
-    return sums[int(ends.argmax())]
-
-
-def _in_line(copies: Tensor) -> list[int]:
-    """Whose copy each program is, in order; parts of copies are put together.
-
-    In Python: PyTorch asks all its threads to look up some thousand numbers, which takes them longer.
-    """
-    ends = [math.ceil(end) for end in torch.cumsum(copies, 0).tolist()]
-    ends[-1] = math.ceil(float(copies.sum()))
-    line: list[int] = []
-    for number, end in enumerate(ends):
-        line += [number] * (min(end, ends[-1]) - len(line))
-    return line
 
 
 def _tile_bytes(call: CallSpec, block_n: int, tiles: float) -> float:

@@ -1,4 +1,4 @@
-"""The layout of a plan that keeps to one: block sizes and row order by what the mask looks like."""
+"""The layout of a plan that uses one for all calls: block sizes and row order that suit the mask."""
 
 from __future__ import annotations
 

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from stof.runtime import files
-from stof.selection.capabilities import CallSpec
-from stof.selection.kernel_choice import KernelChoice
-from stof.selection.resources import ON_HOPPER, head_dim_class
 
 # The device whose constants stand in for those of devices that were never tuned.
 DEFAULT_DEVICE = "NVIDIA H200"
@@ -31,7 +28,7 @@ class KernelTimes:
         partial, full: one tile of that kind.
         merge: what an item costs more when it is a chunk of a split row block.
         collect: each chunk that the last one to finish reads back.
-        solo: factor on all of them when few programs run.
+        solo: factor on all of them when few thread blocks run.
         start: before a thread block's first item, where blocks stay and take item after item.
     """
 
@@ -55,7 +52,7 @@ class BackwardTimes:
     """Microseconds of one configuration of a backward kernel; they only rank its variants.
 
     Attributes:
-        item: fixed part of a program.
+        item: fixed part of a thread block.
         partial, full: one tile of that kind.
         chunk: what a chunk of a split row block costs more: its sums are written, and merged.
     """
@@ -80,8 +77,8 @@ class DeviceModel:
         shared_bytes: shared memory of a multiprocessor.
         launch: microseconds of an empty launch.
         bytes_per_us: memory bandwidth.
-        row_wise: microseconds of a row, and of one kept key at head_dim 64, of the row-wise kernel, whole machine.
-        kernels: by the key of `kernel_key`.
+        row_wise: microseconds that a row and a kept key at head_dim 64 add to the row-wise kernel when the GPU is full.
+        kernels: by the key of `cost_model.kernel_key`.
         backward: of the backward kernels, by the key of `BackwardTile.key`.
         stands_in_for: the device these constants are used for, where that was never tuned; else "".
     """
@@ -97,7 +94,7 @@ class DeviceModel:
     stands_in_for: str = ""
 
     def notice(self) -> str:
-        """What people are told of constants that are another device's; "" for a device that was tuned."""
+        """A message to users that the constants are another device's; "" for a device that was tuned."""
         if not self.stands_in_for:
             return ""
         return (
@@ -105,30 +102,6 @@ class DeviceModel:
             f"{self.device}: results are right, but a faster kernel may be passed over. `stof tune --device --output "
             f"{_data_file(self.stands_in_for)}` measures this GPU, and later processes use what it writes"
         )
-
-
-def kernel_key(choice: KernelChoice, call: CallSpec) -> str:
-    """Which constants a block-wise or decode choice goes by."""
-    layout, kernel = choice.layout, choice.kernel
-    assert layout is not None
-    assert kernel is not None
-    hopper = choice.implementation in ON_HOPPER
-    # Tiles of compacted columns are contiguous to the kernel; in pairs, which copy half as much, slabs cost nothing.
-    slab = None if hopper and (layout.compact_columns or kernel.paired) else layout.slab
-    # Decoding is bound by memory: its time does not depend on the number of rows.
-    rows = "" if choice.implementation == "decode" else str(layout.block_m)
-    parts = [
-        choice.implementation,
-        f"{'float32-' if call.dtype == torch.float32 else ''}{head_dim_class(call.head_dim, call.value_dim)}",
-        f"{rows}x{layout.block_n}",
-        "contiguous" if slab is None else f"slabs of {slab}" if hopper else "gathered",
-        f"{kernel.num_warps}w{kernel.num_stages}s{kernel.max_registers}r",
-        *(["paired"] if kernel.paired else []),
-        # The Triton kernels read permuted rows one by one. TMA reads evenly spaced rows at full speed.
-        *(["permuted"] if choice.row_order is not None and not hopper else []),
-        *(["bias"] if call.has_bias else []),
-    ]
-    return "/".join(parts)
 
 
 def load_model(device: str) -> DeviceModel:

@@ -32,12 +32,30 @@ from stof.kernels.triton.row_lists import prepare as prepare_rows
 from stof.kernels.triton.work_list import prepare as prepare_work
 from stof.layout import Layout
 from stof.selection.backward_tilings import BackwardTiling, triton_tilings
-from stof.selection.capabilities import CallSpec, Capabilities
-from stof.selection.cost_model import DECODE_ROWS
-from stof.selection.mask_geometry import MaskGeometry
+from stof.selection.capabilities import DECODE_ROWS, CallSpec, Capabilities
+from stof.selection.gpu_candidates import (
+    as_16_bits,
+    decode_choices,
+    fp8_choices,
+    hopper_choices,
+    row_choices,
+    tile_choices,
+)
+from stof.selection.kernel_choice import KernelChoice
+from stof.selection.mask_geometry import Geometry, MaskGeometry
+from stof.selection.resources import (
+    fp8_shared_memory,
+    hopper_occupancy,
+    hopper_shared_memory,
+    tile_occupancy,
+    tile_shared_memory,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GPU_FLOATS = FLOATS[:3]
+# A tile's time in 8 bits as a share of its time in 16: under a full mask of 8192 tokens an H200 takes 1123 us, the
+# transposition of V included (`benchmarks/attention/fp8.py`), and 1571 us in 16 bits.
+_FP8_TILE = 0.73
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,31 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class GpuSelection:
+    """What the selector needs in order to list an implementation's choices on a GPU and to estimate their times.
+
+    Attributes:
+        choices: `(name, call, geometry, row_orders) -> choices`, whether they pay or not; see `gpu_candidates.py`.
+        shared_memory: `(choice, call) -> bytes` that a thread block has.
+        occupancy: `(choice, call, bytes) -> number` of thread blocks on a multiprocessor with so much shared memory.
+        persistent: thread blocks stay and take one work tile after another, which they read by TMA (Hopper).
+        few_rows: made for calls of at most `DECODE_ROWS` query rows, which wait for keys and values.
+        by_rows: computes each row by itself, without tiles, at the cost that `DeviceModel.row_wise` says.
+        transposes_v: V is transposed before the kernel runs.
+        measured_as: `choice -> (choice of another implementation, factor)`: times are those of that one's tiles.
+    """
+
+    choices: Callable[[str, CallSpec, Geometry, tuple[str | None, ...]], list[KernelChoice]]
+    shared_memory: Callable[[KernelChoice, CallSpec], int] = tile_shared_memory
+    occupancy: Callable[[KernelChoice, CallSpec, int], int] = tile_occupancy
+    persistent: bool = False
+    few_rows: bool = False
+    by_rows: bool = False
+    transposes_v: bool = False
+    measured_as: Callable[[KernelChoice], tuple[KernelChoice, float]] | None = None
+
+
+@dataclass(frozen=True)
 class Implementation:
     """One way to compute masked attention.
 
@@ -75,6 +118,8 @@ class Implementation:
             `seed=` too where the options have dropout, serves all calls with tensors of these shapes, strides and
             dtypes.
         backward: how it computes gradients; None where another implementation's backward serves.
+        gpu: its choices on a GPU and what decides their times; None where it has one choice, without an estimate.
+        ignores_unseen: keys and values that no query sees may hold NaN.
     """
 
     name: str
@@ -83,6 +128,8 @@ class Implementation:
     prepare: Callable[[Layout, KernelConfig | None], Any]
     bind: Bind
     backward: Backward | None = None
+    gpu: GpuSelection | None = None
+    ignores_unseen: bool = True
 
 
 _TRITON = Capabilities(
@@ -129,6 +176,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ),
             prepare=hopper.prepare,
             bind=bind_of("stof.kernels.hopper.forward"),
+            gpu=GpuSelection(hopper_choices, hopper_shared_memory, hopper_occupancy, persistent=True),
         ),
         Implementation(
             name="hopper_fp8",
@@ -145,6 +193,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             ),
             prepare=hopper.prepare_fp8,
             bind=bind_of("stof.kernels.hopper.fp8.forward"),
+            gpu=GpuSelection(
+                fp8_choices,
+                fp8_shared_memory,
+                hopper_occupancy,
+                persistent=True,
+                transposes_v=True,
+                measured_as=lambda choice: (as_16_bits("hopper", choice), _FP8_TILE),
+            ),
         ),
         Implementation(
             name="block_wise",
@@ -158,6 +214,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
                 prepare=_triton_backward,
                 bind=backward_of("stof.kernels.triton.backward"),
             ),
+            gpu=GpuSelection(tile_choices),
         ),
         Implementation(
             name="decode",
@@ -165,6 +222,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=replace(_TRITON, q_len=DECODE_ROWS, one_mask_per_group=True),
             prepare=prepare_work,
             bind=bind_of("stof.kernels.triton.block_wise"),
+            gpu=GpuSelection(decode_choices, few_rows=True),
         ),
         Implementation(
             name="row_wise",
@@ -172,6 +230,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=_TRITON,
             prepare=lambda layout, config: prepare_rows(layout),
             bind=bind_of("stof.kernels.triton.row_wise"),
+            gpu=GpuSelection(row_choices, by_rows=True),
         ),
         Implementation(
             name="batched",
@@ -192,6 +251,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
                 prepare=lambda layout_of, tiling: layout_of(None).to_dense(),
                 bind=bind_backward_of(dense_backward),
             ),
+            ignores_unseen=False,  # weights of 0 are multiplied with all values
         ),
     )
 }
+
+
+def gpu_of(choice: KernelChoice) -> GpuSelection:
+    """What the selector knows of the implementation of a choice, which has estimates."""
+    gpu = IMPLEMENTATIONS[choice.implementation].gpu
+    assert gpu is not None
+    return gpu

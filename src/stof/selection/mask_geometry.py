@@ -35,7 +35,7 @@ class Geometry:
         raise NotImplementedError
 
     def found_order(self) -> str | None:
-        """Name of a row order found by looking at the mask, None where that is nothing new; searched once."""
+        """Name of a row order that a search found, None where it found none beyond `row_orders`; searched once."""
         return None
 
 

@@ -1,21 +1,18 @@
-"""What a choice takes of a multiprocessor: shared memory of a program, and programs that fit at once."""
+"""What a choice takes of a multiprocessor: shared memory of a thread block, and thread blocks that fit at once."""
 
 from __future__ import annotations
 
 import torch
 
 from stof.kernels.hopper.config import blocks_per_sm, out_tile_width, padded_width, q_stages
-from stof.layout import LayoutConfig
 from stof.selection.capabilities import CallSpec
 from stof.selection.kernel_choice import KernelChoice
 
-# Implementations whose programs are the Hopper kernel's.
-ON_HOPPER = ("hopper", "hopper_fp8")
 # A multiprocessor's registers on every GPU since sm_80, and bytes of shared memory that the system keeps of each block.
 _REGISTERS, _RESERVED = 65536, 1024
-# Scores of a tile that a thread may hold with a bias, where values of it come 8 at once and where they come one by one.
-# At heads of 64, with a bias of 16 bits, threads spill on sm_80 and sm_90: 8 at once nothing in tiles of 64 x 64 (32
-# scores), 24 bytes at most in 64 x 128 and 320 to 752 in 128 x 128; one by one nothing, 1240 to 1304 and 4512 to 9784.
+# Most scores of a tile that a thread may hold with a bias, where a load brings 8 values of it and where it brings one.
+# Spilled bytes at head_dim 64 with a 16-bit bias on sm_80 and sm_90, for tiles of 64 x 64 (32 scores a thread),
+# 64 x 128 and 128 x 128: with 8 values 0, at most 24, and 320 to 752; with one 0, 1240 to 1304, and 4512 to 9784.
 _SCORES, _SCORES_ONE_BY_ONE = 64, 32
 
 
@@ -24,23 +21,24 @@ def head_dim_class(head_dim: int, value_dim: int) -> int:
     return padded_width(max(head_dim, value_dim))
 
 
-def shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int, pack: bool) -> int:
-    """Bytes of shared memory of a block-wise program, to within a few KB."""
-    itemsize = call.dtype.itemsize
-    rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if pack else 1))
+def tile_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
+    """Bytes of shared memory of the block-wise kernel, to within a few KB."""
+    layout, kernel, itemsize = choice.layout, choice.kernel, call.dtype.itemsize
+    assert layout is not None
+    assert kernel is not None
+    rows = max(16, layout.block_m * (_power(call.heads // call.kv_heads) if kernel.pack else 1))
     width, value_width = max(16, _power(call.head_dim)), max(16, _power(call.value_dim))
-    held = itemsize * (rows * width + num_stages * layout.block_n * (width + value_width)) + _RESERVED
+    held = itemsize * (rows * width + kernel.num_stages * layout.block_n * (width + value_width)) + _RESERVED
     # Three TF32 matmuls keep Q's remainder as well.
     held += rows * width * 4 if call.dtype == torch.float32 else 0
     if not call.has_bias:
         return held
-    # A bias is copied there ahead of time, as K and V are; one of 16 bits, where its values come one by one, passes
-    # through in 32.
-    return held + rows * layout.block_n * max(4, max(1, num_stages - 1) * call.bias_itemsize)
+    # A bias is prefetched there, as K and V are. A 16-bit bias that is read value by value is stored there in 32 bits.
+    return held + rows * layout.block_n * max(4, max(1, kernel.num_stages - 1) * call.bias_itemsize)
 
 
 def spills_registers(choice: KernelChoice, call: CallSpec) -> bool:
-    """Whether threads of the block-wise kernel would hold more scores than go with a bias."""
+    """Whether threads of the block-wise kernel would spill registers with a bias."""
     if not call.has_bias or choice.layout is None or choice.kernel is None:
         return False
     scores = choice.layout.block_m * choice.layout.block_n // (32 * choice.kernel.num_warps)
@@ -70,22 +68,30 @@ def hopper_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
     return call.dtype.itemsize * (rows + kernel.num_stages * stage) + _RESERVED
 
 
-def fp8_shared_memory(layout: LayoutConfig, call: CallSpec, num_stages: int) -> int:
+def fp8_shared_memory(choice: KernelChoice, call: CallSpec) -> int:
     """The same of the kernel for 8-bit operands: two row blocks' Q, an output of 16 bits, stages of K and V."""
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
     rows = layout.block_m * (2 + 2) * call.head_dim
-    return rows + num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
+    return rows + kernel.num_stages * layout.block_n * 2 * call.head_dim + _RESERVED
 
 
-def occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) -> int:
-    """Programs that fit on a multiprocessor with so much shared memory at once."""
-    assert choice.kernel is not None
-    assert choice.layout is not None
-    if choice.implementation in ON_HOPPER:
-        width = head_dim_class(call.head_dim, call.value_dim)
-        block_m = choice.layout.block_m * (1 + choice.kernel.paired)
-        return blocks_per_sm(block_m, choice.layout.block_n, width)
+def hopper_occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) -> int:
+    """Thread blocks of the Hopper kernel on a multiprocessor: as many as it is compiled for."""
+    del shared_bytes
+    layout, kernel = choice.layout, choice.kernel
+    assert layout is not None
+    assert kernel is not None
+    width = head_dim_class(call.head_dim, call.value_dim)
+    return blocks_per_sm(layout.block_m * (1 + kernel.paired), layout.block_n, width)
+
+
+def tile_occupancy(choice: KernelChoice, call: CallSpec, shared_bytes: int) -> int:
+    """Thread blocks of Triton's kernels on a multiprocessor with so much shared memory."""
     kernel = choice.kernel
-    by_memory = shared_bytes // (shared_memory(choice.layout, call, kernel.num_stages, kernel.pack) + _RESERVED)
+    assert kernel is not None
+    by_memory = shared_bytes // (tile_shared_memory(choice, call) + _RESERVED)
     registers = kernel.max_registers or (255 if head_dim_class(call.head_dim, call.value_dim) > 64 else 160)
     return max(1, min(by_memory, _REGISTERS // (registers * 32 * kernel.num_warps), 8))
 

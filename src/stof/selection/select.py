@@ -1,4 +1,4 @@
-"""Choosing: every candidate weighed, the fastest that refuses nothing taken, or an error with every reason."""
+"""The choice for a call: the candidate with the least estimated time that can run, or an error with all reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stof.runtime.locks import ForkSafeLock
 from stof.selection.capabilities import CallSpec
 from stof.selection.cost_model import estimate, widening_us
 from stof.selection.device_model import DeviceModel, load_model
-from stof.selection.gpu_candidates import (
+from stof.selection.gpu_choices import (
     fits,
     geometries,
     gpu_choices,
@@ -34,11 +34,9 @@ from stof.selection.resources import block_shared_bytes
 if TYPE_CHECKING:
     from stof.selection.token_order import TokenOrder
 
-# Why layouts do not fit choices, by `KernelChoice.layout_key`, as far as one plan has found out.
+# Why the layouts of a plan do not fit some choices, by `KernelChoice.layout_key`, as far as they were tried.
 LayoutErrors = Mapping[Hashable, str]
 NO_LAYOUT_ERRORS: LayoutErrors = {}
-# Implementations whose choices the cost model weighs; the others follow in their order of preference.
-_MODELLED = ("hopper", "hopper_fp8", "decode", "block_wise", "row_wise")
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ def _candidates(
         refusals = tuple(impl.capabilities.refusals(call))
         if refusals:
             refused.append(Candidate(name, refusals))
-        elif device is None or geometry is None or name not in _MODELLED:
+        elif device is None or geometry is None or impl.gpu is None:
             failed = None if device is None else failures.reason(KernelChoice(name), call, device)
             if failed is None:
                 runs.append(Candidate(name, (), KernelChoice(name)))
@@ -253,14 +251,14 @@ class _OnGpu:
     limit: int
 
     def error(self, choice: KernelChoice) -> str | None:
-        """Why a choice that its implementation's capabilities allow cannot run all the same."""
+        """Why a choice cannot run although its implementation's capabilities allow it; None if it can."""
         reason = failures.reason(choice, self.call, self.device) or self.layout_errors.get(choice.layout_key)
         if reason is None and not fits(choice, self.call, self.limit):
             reason = f"needs more shared memory than the {self.limit} bytes of this device"
         return reason
 
     def _fits_as_it_is(self, choice: KernelChoice) -> bool:
-        """Whether keys need no copy, as far as is known."""
+        """Whether the choice fits without a copy of the keys, as far as it was tried."""
         assert choice.kernel is not None
         return replace(choice, kernel=replace(choice.kernel, zero_unseen=False)).layout_key not in self.layout_errors
 

@@ -124,7 +124,7 @@ def _draw_options(draw: random.Random, kernel: CallSpec, sizes: dict[str, Any], 
 
 
 def random_mask(draw: random.Random, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> Mask:
-    """A named pattern, a random tensor or a function; or several of them composed, by heads, or moved."""
+    """A named mask, a random tensor or a function; or several of them composed, by heads, or moved."""
     offset = draw.choice([0, 0, 0, max(0, kv_len - q_len), draw.randint(0, 20)])
     rows = q_len + offset
     kind = draw.random()

@@ -17,11 +17,9 @@ from stof.fusion.graph.operators import ATTENTION_OPERATORS
 from stof.fusion.graph.symbolic_shapes import is_symbolic
 from stof.kernels.tma_bias import BIAS_STEP, has_aligned_rows, may_be_tma_readable
 from stof.selection import IMPLEMENTATIONS, CallSpec
-from stof.selection.cost_model import DECODE_ROWS
+from stof.selection.capabilities import DECODE_ROWS
 from stof.selection.implementations import GPU_FLOATS
 
-# Implementations that read a bias by TMA or in vectors of 16 bytes (`Work.bias_vectors`).
-_READERS = ("hopper", "block_wise")
 # Bytes of a bias that is given, which something has to copy in each call: with a large one of which few scores are
 # kept, another kernel may be faster, and each call chooses.
 _MOST_GIVEN = 2**26
@@ -82,7 +80,10 @@ def _scattered(node: fx.Node) -> bool:
     wanted = argument(node, 8, "implementation", "")
     call = _call(queries, keys, values, bias)
     return call is not None and any(
-        wanted in ("", name) and not IMPLEMENTATIONS[name].capabilities.refusals(call) for name in _READERS
+        wanted in ("", name) and not implementation.capabilities.refusals(call)
+        # Kernels of tiles read a bias by TMA or in vectors of 16 bytes (`Work.bias_vectors`).
+        for name, implementation in IMPLEMENTATIONS.items()
+        if implementation.gpu is not None and not (implementation.gpu.by_rows or implementation.gpu.few_rows)
     )
 
 

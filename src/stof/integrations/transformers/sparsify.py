@@ -19,7 +19,7 @@ from stof.integrations.transformers.sparse_mask import (
     set_mask,
     sparse_mask_of,
 )
-from stof.masks import PATTERNS, Mask
+from stof.masks import NAMED_MASKS, Mask
 from stof.masks.tensors import as_mask
 
 PerLayer = Mask | str | Mapping[int, Mask | None] | Callable[[int], Mask | None] | None
@@ -144,7 +144,7 @@ def _per_layer(mask: PerLayer, names: list[str]) -> list[Mask | None]:
         if unknown:
             raise ArgumentError(f"the model has self-attention layers 0 to {count - 1}, the mapping names {unknown}")
         return [_checked(mask.get(number)) for number in range(count)]
-    if any(mask is pattern for pattern in PATTERNS.values()):
+    if any(mask is function for function in NAMED_MASKS.values()):
         as_mask(mask)  # refuses it: `masks.padding` would take a layer's number for a length
     if isinstance(mask, Mask | str) or not callable(mask):
         return [_checked(mask)] * count

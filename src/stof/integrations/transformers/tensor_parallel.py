@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stof.dtensors import is_dtensor
 from stof.errors import UnsupportedError
 from stof.masks import Mask
 from stof.masks.per_head import for_heads
 from stof.runtime.private import break_graph
-from stof.sharding import is_dtensor
 
 
 def mask_of_rank(layer: nn.Module, mask: Mask, heads: int) -> Mask:

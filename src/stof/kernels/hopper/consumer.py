@@ -230,7 +230,8 @@ def consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
-    # Q is held in registers for full tiles where there is room, for pairs for all tiles: one load a work tile.
+    # Where registers allow, Q is loaded into them once a work tile: for its full tiles, or, with paired row blocks, for
+    # all tiles.
     Q_IN_REGISTERS: gl.constexpr = D == 128 and GROUPS == 2 and Q_STAGES > 1
     LAZY: gl.constexpr = D > 64
     # Warpgroups of a pair have tiles and bitmaps of their own: no ping-pong barriers.

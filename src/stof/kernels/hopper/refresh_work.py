@@ -8,13 +8,15 @@ import triton
 import triton.language as tl
 
 from stof.kernels.hopper.tile_fetch import BEGIN, BITMAP, COLUMNS, END, ITEM, NAN_OR_ZERO, PARTIAL_END
-from stof.kernels.hopper.tile_lists import RANGE
+from stof.kernels.hopper.tile_lists import TILE_RANGE
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 
 SIZE = tl.constexpr(WORK_SIZE)
 # Of a range.
-RANGE_SIZE = tl.constexpr(len(RANGE))
-RANGE_BEGIN, RANGE_PARTIAL_END, RANGE_END, RANGE_BITMAP, RANGE_NAN_OR_ZERO = (tl.constexpr(field) for field in RANGE)
+RANGE_SIZE = tl.constexpr(len(TILE_RANGE))
+RANGE_BEGIN, RANGE_PARTIAL_END, RANGE_END, RANGE_BITMAP, RANGE_NAN_OR_ZERO = (
+    tl.constexpr(field) for field in TILE_RANGE
+)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class TileItemFields(NamedTuple):
     pair_skipped: int = 9
 
 
-class RangeFields(NamedTuple):
+class TileRangeFields(NamedTuple):
     """Columns of `TileLists.ranges`, which kernels write; for their meaning see `tile_scheduler.WorkFields`."""
 
     begin: int = 0
@@ -59,7 +59,7 @@ class RangeFields(NamedTuple):
 
 
 TILE_ITEM = TileItemFields()
-RANGE = RangeFields()
+TILE_RANGE = TileRangeFields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class TileLists:
             tiles that each row block computes, in order from the item's first tile, and how many it skips before each.
         bitmaps: int32 `[U, block_m, 4]`, for pairs `[U, 64, 4]`; bit `2 j + b` of word `q` is column `8 j + 2 q + b`.
         row_order: int32 `[P, q_len]`, empty when rows keep their order.
-        ranges: int32 `[I, 5]`, fields as `RangeFields`, for tiles that are made on the device: every call reads the
+        ranges: int32 `[I, 5]`, fields as `TileRangeFields`, for tiles that are made on the device: every call reads the
             items' tiles here, and `items` only serves to order the work list. Empty otherwise.
         compacted_keys: int32 `[mask_batch or 1, mask_heads or 1, n]`, keys that every call first copies to consecutive
             rows, -1 for zeros; n is a multiple of block_n. Empty when all tiles are of the keys themselves.

@@ -14,20 +14,20 @@ from stof.errors import MaskFunctionError
 from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
-# Scores, or rectangles, asked for at once: bounds the memory of int64 temporaries to some 100 MB.
+# Scores, or rectangles, evaluated at once: bounds the memory of int64 temporaries to some 100 MB.
 _AT_ONCE = 2**22
-# Up to this many tiles a question for each is as fast on the host, which need not wait for a GPU.
+# Up to this many tiles, bounds of every tile are as fast on the host, which need not wait for a GPU.
 _ON_HOST = 2**14
-# Tiles along one side of the squares that are asked for first.
+# Tiles along one side of the squares whose bounds are computed first.
 _SQUARE = 16
 
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def tiles_of(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
-    """Contiguous tiles of a mask, rows in their order: the fields of `build.Pattern`; None when it cannot say."""
+    """Contiguous tiles of a mask, rows in order: fields of `build.Pattern`; None when its bounds are not known."""
     grid = _Grid(head_mask, config)
     keep = head_mask.mask.as_tensor(head_mask.q_len, head_mask.kv_len)
     classified = grid.of_rule() if keep is None else grid.of_dense(keep)
@@ -94,7 +94,7 @@ class _Grid:
         everything, some = [numbers[:0]], [numbers[:0]]
         within = torch.arange(square, device=where)
         for number in numbers.split(max(1, _AT_ONCE // (square * square))):
-            if not number.numel():  # every square is empty, and masks need not answer for no tiles
+            if not number.numel():  # every square is empty, and `tile_bounds` need not accept zero tiles
                 continue
             row = torch.div(number, across, rounding_mode="floor").view(-1, 1, 1, 1) * square + within.view(1, 1, -1, 1)
             column = torch.remainder(number, across).view(-1, 1, 1, 1) * square + within
@@ -111,8 +111,8 @@ class _Grid:
         """Which squares, `square` tiles wide, keep nothing, and which everything, `[T, 1, rows, columns]`."""
         tall, wide = self.config.block_m * square, self.config.block_n * square
         bounds = self.head_mask.tile_bounds(
-            Range(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
-            Range(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
+            Interval(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
+            Interval(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
         )
         shape = np.broadcast_shapes(row.shape, column.shape)  # torch.broadcast_shapes imports sympy
         # Tiles that reach past the last key are partial however much they keep.

@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.errors import ShapeError
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import check_strip
-from stof.masks.bounds import Range
+from stof.masks.bounds import Interval
 
 # Scores evaluated at once: bounds the memory of a build (bool and int64 temporaries of this many elements). A GPU wants
 # larger strips: each one launches some 40 small kernels.
@@ -20,11 +20,11 @@ STRIP_SCORES_GPU = 2**25
 # Keys are evaluated or left out in aligned spans of this many: whole tiles of every width there is.
 SPAN = 256
 
-# Masks are asked about each span from this many keys on: with fewer, asking costs more than it saves.
+# From this many keys on, bounds of each span are computed first: with fewer keys this costs more than it saves.
 ASKED_FROM = 2**10
-# Spans, or groups of as many spans each, that one question covers where nothing is known of larger groups.
+# Spans, or groups of as many spans each, that the first call of the mask's bounds covers.
 ASKED_AT_ONCE = 2**12
-# Numbers of row blocks, each twice the one before, that one question covers.
+# Numbers of row blocks, each twice the one before, whose bounds are computed in one call.
 _ASKED_DOUBLINGS = 3
 
 
@@ -117,13 +117,13 @@ def _spans(head_mask: HeadMask, first: int, counts: list[int], block_m: int) -> 
     device = torch.device("cpu") if head_mask.is_device_independent else head_mask.device
     ends = [min((first + count) * block_m, head_mask.q_len) - 1 for count in counts]
     q_low = torch.tensor(first * block_m, device=device).view(1, 1, 1, 1)
-    q = Range(q_low, torch.tensor(ends, device=device).view(1, 1, -1, 1))
+    q = Interval(q_low, torch.tensor(ends, device=device).view(1, 1, -1, 1))
     size = SPAN
     while size * ASKED_AT_ONCE < kv_len:
         size *= ASKED_AT_ONCE
     at = torch.arange(0, kv_len, size, device=device)
     while True:
-        kv = Range(at.view(1, 1, 1, -1), (at + size - 1).clamp(max=kv_len - 1).view(1, 1, 1, -1))
+        kv = Interval(at.view(1, 1, 1, -1), (at + size - 1).clamp(max=kv_len - 1).view(1, 1, 1, -1))
         seen = ~head_mask.tile_bounds(q, kv).empty.expand(1, 1, len(ends), len(at))[0, 0]
         if size == SPAN:
             break

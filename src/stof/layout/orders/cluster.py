@@ -27,8 +27,8 @@ _CUTS = 7
 _JUDGED, _LARGE = 2048, 512
 # A cut is improved at most this often.
 _ROUNDS = 8
-# How sharply a column counts as some other row's already: that of a whole row block (64) would forgive early mixtures,
-# which later cuts cannot undo.
+# A column counts as needed by a part with the probability that some of so many random rows of it keep the column. With
+# 64, as in a row block, early cuts would mix rows that later cuts cannot separate.
 _SHARPNESS = 16
 
 
@@ -139,7 +139,7 @@ def _expected(rows: int, block_m: int) -> Expected:
 
 
 def _improved(keep: Tensor, order: Tensor, cut: int, cost: float, expected: Expected) -> Tensor:
-    """The order after rows went to the side where they add less, the sizes kept, as long as the cost falls."""
+    """Move rows to the part where they add fewer columns, at equal sizes, while the cost falls; return the order."""
     rows = len(keep)
     total = keep.sum(0)
     first = keep[order[:cut]].sum(0)

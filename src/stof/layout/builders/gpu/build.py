@@ -1,7 +1,7 @@
 """The host's part of building a layout on the device: a few kernels, and one wait for how much they found.
 
 Contiguous tiles of masks given as programs (`stof.masks.gpu_program`) or as a dense tensor. The results are those of
-`stof.layout.builders.build`, bit for bit; what has no program is left to it.
+`stof.layout.builders.build`, bit for bit; masks without a program are left to it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from stof.masks.gpu_program import programs_of
 
 # Each tile is looked at; of larger problems, `stof.layout.builders.closed_form` rules out squares of tiles first.
 MOST_TILES = 2**20
-# Tiles of a row block that one program looks at: those of masks' programs are ruled out together, more of them where
-# there are so many that it is worth another kernel; those of dense masks are all read.
+# Tiles of a row block that one thread block classifies: 4 of a mask given as a program, 16 where the mask has at least
+# `_MANY` tiles, which pays for compiling a second kernel; 1 of a dense mask, whose tiles are all read.
 _TOGETHER, _TOGETHER_OF_MANY, _READ = 4, 16, 1
 _MANY = 2**17
-# Tiles whose bitmaps are numbered at once: their registers are few enough not to leave other programs without.
+# Tiles whose bitmaps are numbered at once: few enough that their registers do not lower the kernel's occupancy.
 _NUMBERED = 2**9
-# Warps of a program that writes.
+# Warps of the kernel that writes.
 _WRITERS = 8
 
 

@@ -64,7 +64,7 @@ def _state_pointers(state_ptr, blocks, tiles, slots):
     """Where everything lies in `state`:
 
     - zero at first: int64, keys of slots and sums of the second hashes of their tiles; int32, first tiles of slots and
-      how many tiles were summed, partial and full tiles of row blocks, how many programs are done and slots are taken;
+      how many tiles were summed, partial and full tiles of row blocks, thread blocks that are done, slots taken;
     - anything at first: int64, second hashes of tiles; int32, codes of tiles, numbers of slots, owners of bitmaps, and
       slots as they were taken.
     """
@@ -107,7 +107,7 @@ def classify_tiles(
 ):
     """Whether a few tiles of a row block are empty, full or partial, and for partial ones the slot of their bitmap.
 
-    Tiles of programs are ruled out first, together. Whichever program ends last numbers the bitmaps.
+    Tiles of a mask's program are ruled out first, several at once. The thread block that ends last numbers the bitmaps.
     """
     groups = (columns + GROUP - 1) // GROUP
     block = tl.program_id(0) // groups
@@ -162,7 +162,7 @@ def classify_tiles(
         tl.atomic_add(partial_ptr + block, partial, sem="relaxed")
     if full != 0:
         tl.atomic_add(partial_ptr + blocks + block, full, sem="relaxed")
-    # What all threads have stored comes before the count, which alone orders memory: that costs as much as a tile.
+    # The barrier orders stores of all threads before the atomic count, whose acquire-release takes as long as a tile.
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1) == tl.num_programs(0) - 1:
         _numbered(state_ptr, mailbox_ptr, row_blocks, columns, patterns, slots, CHUNK)
@@ -298,7 +298,7 @@ def _rank_by_scan(state_ptr, blocks, tiles, slots, CHUNK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _numbered(state_ptr, mailbox_ptr, row_blocks, columns, patterns, slots, CHUNK: tl.constexpr):
-    """Number bitmaps in the order of their first tiles, in the program that ends last.
+    """Number bitmaps in the order of their first tiles, in the thread block that ends last.
 
     Writes how many tiles and bitmaps there are, and how many bitmaps share only half of their slot's hash, each plus 1:
     the host waits until none is 0. Where there are several patterns, an identity of each as well, before these.
@@ -394,7 +394,7 @@ def write_layout(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One row block's tiles, or one bitmap: first come programs of the former kind."""
+    """Write one row block's tiles, or one bitmap; thread blocks that write tiles come first."""
     program = tl.program_id(0)
     blocks = patterns * row_blocks
     tiles = blocks * columns

@@ -13,9 +13,9 @@ from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
 
-# Most programs of a kernel; larger masks are counted strip by strip.
+# Most thread blocks of a kernel; larger masks are counted strip by strip.
 _MOST = 2**22
-# Columns of a program, and kinds of slabs: powers of two up to them.
+# Columns of a thread block, and kinds of slabs: powers of two up to them.
 _COLUMNS = 256
 _KINDS = _COLUMNS.bit_length()
 # Bits unpacked at once: bounds memory.

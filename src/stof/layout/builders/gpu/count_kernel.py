@@ -10,7 +10,7 @@ import triton.language as tl
 from stof.layout.builders.gpu.program import program_bounds
 from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
-# Kinds of slabs: every power of two of columns up to the 256 of a program.
+# Kinds of slabs: every power of two of columns up to the 256 of a thread block.
 KINDS = tl.constexpr(9)
 _NUMBERS = [*SIZES, "first_count", "first_row", "first_word", "height"]
 
@@ -28,7 +28,7 @@ def count_slabs(
     q_len,
     kv_len,
     row_blocks,
-    columns,  # programs along the keys
+    columns,  # thread blocks along the keys
     patterns,
     first_number,
     first_start,
@@ -97,7 +97,7 @@ def count_slabs(
 @triton.jit
 @no_type_check
 def _store_bits(words_ptr, some, every):
-    """This program's words of the bits of columns that some row keeps, and behind all programs' of those all keep."""
+    """Write this thread block's words: bits of columns that some row keeps, then of those that every row keeps."""
     WORDS: tl.constexpr = some.shape[0]
     words_ptr += tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     tl.store(words_ptr, some)

@@ -1,4 +1,4 @@
-"""What the kernels that build and count read: a mask's programs, or a dense mask's memory."""
+"""Inputs of the kernels that build and count: the programs of a mask, or the memory of a dense mask."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from stof.layout.builders.gpu.input_forms import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 
-# Scores that a kernel's program handles at once, so that each of its threads has registers for them: running a mask's
-# program a bit takes none, reading a dense mask 16 bytes at a time a byte takes a quarter.
+# Scores that one thread block handles at once, bounded by the registers of its threads. A mask's program yields packed
+# bits, which take no register a score; a dense mask read as int32 takes a quarter of a register a score, read byte by
+# byte a whole one. The constants are for a mask's program, bytes, and four bytes as one int32.
 _SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS = 2**14, 2**10, 2**13
-# Numbers that one program of `prepare` clears.
+# Numbers that one thread block of `prepare` clears.
 _CLEARED = 2**10
-# Numbers of a mailbox that is kept for the next build, and mailboxes that nobody uses.
+# Mailboxes of at most this many numbers are kept for later builds, in `_free_mailboxes`.
 _MAILBOX_SIZE = 2**12
 # Polls of a mailbox, some 0.2 ms, before the host synchronises with the stream.
 _POLLS = 1000
@@ -147,7 +148,7 @@ class Source(NamedTuple):
     patterns: int
 
     def rows_at_once(self, block_m: int, columns: int) -> int:
-        """Rows of a row block that a program handles together: a power of two that divides them."""
+        """Rows of a row block that a thread block handles at once: a power of two that divides them."""
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 

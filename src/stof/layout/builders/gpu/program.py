@@ -122,7 +122,7 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         least = low + none
         most = tl.minimum(high, size - 1) + none
         if op == _DISTANCE_REMAINDER:
-            # The remainder falls from key to key: counted from the other end it rises.
+            # The remainder falls from key to key; `size - 1 - remainder` rises, so one test serves both directions.
             remainder = size - 1 - (i - j + tl.load(code_ptr + 8)) % size
             least, most = size - 1 - most, size - 1 - least
         elif op == _GRID_COLUMN:

@@ -17,7 +17,7 @@ SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
     "patterns", "first_number", "first_start",
 ]  # fmt: skip
-# Numbers that one program of `prepare` sets to 0 or copies, and rows of blocks that it draws at once.
+# Numbers that one thread block of `prepare` sets to 0 or copies, and rows of blocks that it draws at once.
 _AT_ONCE = tl.constexpr(1024)
 _DRAWN = tl.constexpr(128)
 
