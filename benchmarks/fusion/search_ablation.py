@@ -35,7 +35,7 @@ from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelComp
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import Sampling, SearchResult, finish_search, stage_one
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Records, SegmentCandidate, SegmentTimes, Store, segment_key
+from stof.fusion.records.store import Records, SegmentCandidate, Store, segment_key
 from stof.runtime.files import read_json
 
 # Budgets, as fractions of the exhaustive search's measurements.
@@ -193,10 +193,7 @@ def measured(
     operators = recognize_operators(gm.graph)
     graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
     held = store.load().segments if store is not None else {}
-    found = {
-        key: (places, dict(held.get(segment_key(key), SegmentTimes()).times))
-        for key, places in _segments(graph).items()
-    }
+    found = {key: (places, dict(held.get(segment_key(key), {}))) for key, places in _segments(graph).items()}
     taken = _measure(graph, found, store, time.monotonic() + seconds)
     segments = []
     for places, times in found.values():
@@ -232,7 +229,7 @@ def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) 
         times |= {candidate: us for candidate, us in found_us if not math.isnan(us)}  # noisy ones are measured again
         taken += len(new)
         if store is not None:
-            store.update(Records({segment_key(key): SegmentTimes(times)}))
+            store.update(Records({segment_key(key): times}))
     return taken
 
 

@@ -23,7 +23,7 @@ from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner import heuristics
 from stof.fusion.planner.match import find_matches
-from stof.fusion.records.lock_file import Lock
+from stof.fusion.records.choices import ChoiceTable, current_versions
 from stof.fusion.records.report import FusionReport
 from stof.fusion.templates import folded_weights
 from stof.fusion.templates.gemm_config import GemmConfig
@@ -236,9 +236,9 @@ def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
     torch.compiler.reset()
     with torch.no_grad():
         stof.optimize(module, dynamic=False, effort="quick", budget_s=20, store=tmp_path, report=reports.append)(ids)
-        lock = Lock(torch.cuda.get_device_name())
+        lock = ChoiceTable(torch.cuda.get_device_name(), current_versions())
         lock.add(reports)
-        lock.write(tmp_path / "bert.lock")
+        lock.write_lock(tmp_path / "bert.lock")
         torch.compiler.reset()
         options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}
         stof.optimize(module, dynamic=False, **options)(ids)

@@ -17,8 +17,7 @@ from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.search_space import Progress
-from stof.fusion.records.choices import ConfigLookup, known_choices
-from stof.fusion.records.lock_file import Lock, read_lock
+from stof.fusion.records.choices import Choices, ChoiceTable, known_choices, read_lock
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Store, default_store
 from stof.runtime.files import cache_folder
@@ -136,7 +135,7 @@ class CompileOptions:
             compiler=compile_candidates,
         )
 
-    def known(self, device: torch.device) -> ConfigLookup:
+    def known(self, device: torch.device) -> Choices:
         """What was measured on this device before; with `deterministic` only what comes with the package."""
         folder = None if self.deterministic else self._folder()
         return known_choices(device_name(device), folder)
@@ -146,7 +145,7 @@ class CompileOptions:
         return None if self._lock is None else Replay(self._lock, device_name(device), check, self._store(device))
 
     @functools.cached_property
-    def _lock(self) -> Lock | None:
+    def _lock(self) -> ChoiceTable | None:
         return None if self.lock is None else read_lock(Path(self.lock))
 
     def _folder(self) -> Path | None:
