@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 import stof
 from benchmarks.fusion.repeated_layers import find_layers
-from benchmarks.fusion.search_baselines import OperatorClasses, exhaustive, paper_stage_one, random_search
+from benchmarks.fusion.search_baselines import (
+    OperatorClasses,
+    exhaustive,
+    paper_stage_one,
+    paper_stage_two,
+    random_search,
+)
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
 from stof.fusion.graph.fx_utils import copy_module, propagate
@@ -33,7 +39,14 @@ from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
 from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import Sampling, SearchResult, finish_search, stage_one
+from stof.fusion.planner.two_stage_search import (
+    TUNED_FRACTION,
+    SearchResult,
+    best_known_scheme,
+    search_result,
+    stage_one,
+    stage_two,
+)
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, SegmentCandidate, Store, segment_key
 from stof.runtime.files import read_json
@@ -41,6 +54,8 @@ from stof.runtime.files import read_json
 # Budgets, as fractions of the exhaustive search's measurements.
 SHARES = (0.1, 0.2)
 SEEDS = 20
+# How stage 2 divides its draws among segments: as many for each, by the gains of the last round, or no draws.
+Sampling = Literal["even", "reward", "none"]
 # Names of the two-stage search in rows, by the sampling of its second stage.
 NAMES: dict[Sampling, str] = {"even": "two stages", "reward": "two stages, reward", "none": "stage 1 alone"}
 # The paper's moves decide what stage 1 measures. The scheme made of that, and the order of draws, are as in the others.
@@ -298,7 +313,10 @@ def _finish(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> Se
     meter = MeasurementCache(after_one.space, after_one.budget)
     meter.times = {key: dict(times) for key, times in after_one.times.items()}
     meter.measurements = after_one.measurements
-    return finish_search(meter, seed=seed, sampling=sampling)
+    if sampling != "none":
+        stage = stage_two if sampling == "even" else paper_stage_two
+        stage(meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), seed=seed)
+    return search_result(meter)
 
 
 def _random(space: Space, operators: OperatorClasses, limit: int, seed: int) -> SearchResult:

@@ -42,7 +42,7 @@ PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
     "scheme encoding": ((two_stage_search, "best_known_scheme"), (Scheme, "digest"), (pipeline, "merged_scheme")),
     "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "chosen")),
-    "reward": ((two_stage_search, "_shares"), (MeasurementCache, "known_gain")),
+    "reward": ((MeasurementCache, "known_gain"),),
     "compiling": (
         (GraphSpace, "prepare"),
         (segment_timer, "compiled_segment"),
