@@ -142,7 +142,7 @@ def test_configurations_and_templates_that_are_gone_are_told() -> None:
     assert next(row.reason for row in found.segments if row.template) == "default, see the note below"
 
 
-TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,together"
+TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,cooperative"
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
