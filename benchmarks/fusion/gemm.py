@@ -15,8 +15,9 @@ from torch import Tensor
 
 from benchmarks.failures import first_line
 from benchmarks.timing import chain_us, sustained_us
-from stof.fusion.templates import GemmConfig, config_problems, configs, launch, reference
-from stof.fusion.templates.gemm_config import KINDS, kind_in
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import KINDS, GemmConfig, config_problems, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.testing.attention_check import relative_error
 from stof.tuning.timing import time_calls

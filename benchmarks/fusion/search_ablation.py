@@ -24,10 +24,12 @@ import stof
 from benchmarks.fusion.repeated_layers import find_layers
 from benchmarks.fusion.search_baselines import (
     OperatorClasses,
+    SearchResult,
     exhaustive,
     paper_stage_one,
     paper_stage_two,
     random_search,
+    search_result,
 )
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
@@ -37,18 +39,17 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
-from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
+from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
 from stof.fusion.planner.two_stage_search import (
     TUNED_FRACTION,
-    SearchResult,
     best_known_scheme,
-    search_result,
     stage_one,
     stage_two,
 )
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, SegmentCandidate, Store, segment_key
+from stof.fusion.templates.gemm_config import kind_in
 from stof.runtime.files import read_json
 
 # Budgets, as fractions of the exhaustive search's measurements.
@@ -106,7 +107,9 @@ class Table:
         def floor(start: int, stop: int, candidate: SegmentCandidate) -> float:
             return at[start, stop].floors[candidate]
 
-        return Space(len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=kind_of)
+        return Space(
+            len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=lambda one: kind_in(one[1])
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""

@@ -11,7 +11,27 @@ from itertools import accumulate
 
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.planner.search_space import MeasurementCache
-from stof.fusion.planner.two_stage_search import TUNED_FRACTION, Draws, SearchResult, search_result
+from stof.fusion.planner.two_stage_search import TUNED_FRACTION, Draws, best_known_scheme
+from stof.fusion.records.store import SegmentCandidate
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
+
+    scheme: Scheme
+    chosen: dict[int, SegmentCandidate]
+    saved_us: float
+    measurements: int
+
+
+def search_result(meter: MeasurementCache, scheme: Scheme | None = None) -> SearchResult:
+    """A scheme (None: the best one) with the best of what has been measured so far."""
+    segments = (best_known_scheme(meter) if scheme is None else scheme).segments
+    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in segments)
+    fastest = {segment.start: meter.best(segment.start, segment.stop)[0] for segment in segments}
+    chosen = {start: best for start, best in fastest.items() if best is not None}
+    return SearchResult(Scheme.of(meter.space.size, fastest), chosen, saved, meter.measurements)
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ def paper_stage_one(
 
     A segment expands, seizes operators of a neighbour without a GEMM, or takes some from a neighbour with one
     (compete). A move applies to the same place of every layer, and is kept only if it is faster. See
-    `MeasurementCache.gain` for `tuned_fraction`.
+    `MeasurementCache.known_gain` for `tuned_fraction`.
     """
     boundaries = {operators.classes[first] for first in initial.starts}
     # A segment is measured once, so its gain does not change. Of hundreds of segments, a move changes a few.
@@ -111,8 +131,10 @@ def paper_stage_one(
     def total_of(scheme: Scheme) -> float:
         if not operators.allows(scheme):
             return -math.inf
-        new = (segment for segment in scheme.segments if segment not in gains)
-        gains.update((segment, meter.gain(segment.start, segment.stop, tuned_fraction)) for segment in new)
+        for segment in scheme.segments:
+            if segment not in gains:
+                meter.gain(segment.start, segment.stop)
+                gains[segment] = meter.known_gain(segment.start, segment.stop, tuned_fraction)
         return sum(map(gains.__getitem__, scheme.segments))
 
     best = operators.scheme_of(boundaries)

@@ -41,7 +41,7 @@ TOTAL, TUNED = "stof", "stof-tuned"
 PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
     "scheme encoding": ((two_stage_search, "best_known_scheme"), (Scheme, "digest"), (pipeline, "merged_scheme")),
-    "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "chosen")),
+    "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "best")),
     "reward": ((MeasurementCache, "known_gain"),),
     "compiling": (
         (GraphSpace, "prepare"),

@@ -22,8 +22,9 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, configs, launch
-from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
+from stof.fusion.templates import launch
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import ROW_SCALED, GemmConfig, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
 from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stof.fusion.templates import GemmConfig
 from stof.fusion.templates.device_functions import tile_coordinates
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.hopper import pingpong
 
 

@@ -17,7 +17,8 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure import segment_timer
 from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
-from stof.fusion.templates import reference, rotary_linear
+from stof.fusion.templates import reference
+from stof.fusion.templates.operators import rotary_linear
 from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 

@@ -14,26 +14,27 @@ from hypothesis import strategies as st
 from benchmarks.fusion.repeated_layers import find_layers
 from benchmarks.fusion.search_baselines import (
     OperatorClasses,
+    SearchResult,
     exhaustive,
     paper_stage_one,
     paper_stage_two,
     random_search,
+    search_result,
 )
 from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner import two_stage_search
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress, Space, Wanted
-from stof.fusion.planner.two_stage_search import (
-    best_known_scheme,
-    search_result,
-    stage_one,
-    stage_two,
-    two_stage,
-)
+from stof.fusion.planner.two_stage_search import best_known_scheme, stage_one, stage_two
 from stof.fusion.records.store import SegmentCandidate
 from tests.examples import examples
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
 INDUCTOR = 10.0
+
+
+def two_stage(meter: MeasurementCache, **options: int) -> SearchResult:
+    return search_result(meter, two_stage_search.two_stage(meter, **options))
 
 
 class Tabled:
@@ -111,7 +112,7 @@ def test_a_slower_template_is_not_taken() -> None:
     stage_one(meter)
     assert best_known_scheme(meter) == tabled.apart()
     assert meter.measured(0, 2) == {None: 20.0, ("Cr", ""): 25.0}
-    assert meter.chosen(Scheme(2)) == {}
+    assert search_result(meter, Scheme(2)).chosen == {}
 
 
 def test_stage_one_measures_one_segment_of_each_kind_the_given_and_the_longest_first() -> None:

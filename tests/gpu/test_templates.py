@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, launch, reference
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.norms import Norm
 from tests.fusion.test_templates import (
     HALVES,

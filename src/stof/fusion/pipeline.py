@@ -56,7 +56,6 @@ class Search:
         seconds: time budget.
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.
-        seed: seed of the draws.
         store: where measurements are read and recorded; None for nowhere.
         compiler: compiles candidates before they are measured; None compiles each one when it is measured.
     """
@@ -65,7 +64,6 @@ class Search:
     seconds: float
     per_segment: int = 4
     progress: Callable[[Progress], object] | None = None
-    seed: int = 0
     store: Store | None = None
     compiler: ParallelCompiler | None = None
 
@@ -198,13 +196,13 @@ def _searched(
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
     first = [_range(place, choice) for place, choice in initial.items()]
-    searched = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
-    stops = {segment.start: segment.stop for segment in searched.scheme.segments}
-    chosen = {
-        place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")
-        for place, (name, config) in searched.chosen.items()
-    }
-    chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
+    chosen: dict[int, FusionChoice] = {}
+    for at in two_stage(meter, first, per_segment=search.per_segment).segments:
+        best, _ = meter.best(at.start, at.stop)
+        if best is not None:
+            name, config = best
+            chosen[at.start] = FusionChoice(graph.matches(at.start, at.stop)[name], config, "measured faster")
+    chosen = by_buckets(graph, meter, chosen, search.per_segment)
     report.measurements = meter.measurements
     if meter.exhausted and meter.budget.measurements:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
@@ -226,7 +224,7 @@ def _row(
         taken = meter.measured(segment.start, segment.stop).get(None) if meter is not None else None
         ours = [operator.is_stof_attention for operator in graph.operators[segment.start : segment.stop]]
         rest = "stof attention" if all(ours) else "Inductor, stof attention" if any(ours) else "Inductor"
-        return SegmentReport(text, "", "", why, _finite(taken), rest=rest, start=segment.start)
+        return SegmentReport(text, "", "", why, _finite(taken), rest=rest)
     inductor_us = template_us = None
     name, config = choice.match.template.name, in_bucket(choice.config, choice.match.problem.shape.m)
     if meter is not None:
@@ -236,7 +234,7 @@ def _row(
         tuned = graph.known.get(tuning_key(choice.match, graph.policy))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
-    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us)
 
 
 def _finite(us: float | None) -> float | None:

@@ -167,10 +167,5 @@ class GraphSpace:
             self.prepare,
             self.floor,
             self.label,
-            kind_of,
+            lambda candidate: kind_in(candidate[1]),
         )
-
-
-def kind_of(candidate: SegmentCandidate) -> str:
-    """The kind of kernel that a candidate's configuration names; "" for a default."""
-    return kind_in(candidate[1])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
@@ -23,31 +22,21 @@ from stof.fusion.records.store import SegmentCandidate
 TUNED_FRACTION = 0.8
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
-
-    scheme: Scheme
-    chosen: dict[int, SegmentCandidate]
-    saved_us: float
-    measurements: int
-
-
 def two_stage(
     meter: MeasurementCache,
     first: Iterable[range] = (),
     *,
     per_segment: int = 4,
     seed: int = 0,
-) -> SearchResult:
-    """Stage 1, then stage 2 on what it found. `first`: segments to measure before others.
+) -> Scheme:
+    """Stage 1, then stage 2 on what it found; return the best scheme. `first`: segments to measure before others.
 
     After each stage the segments measured so far are put together in the best way, which costs no measurement:
     configurations found late may reverse a choice made early.
     """
     stage_one(meter, first)
     stage_two(meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), per_segment=per_segment, seed=seed)
-    return search_result(meter)
+    return best_known_scheme(meter)
 
 
 def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:
@@ -92,13 +81,6 @@ def best_known_scheme(meter: MeasurementCache, tuned_fraction: float = 1.0) -> S
         at = cut[at]
         edges.append(at)
     return Scheme.of(space.size, edges)
-
-
-def search_result(meter: MeasurementCache, scheme: Scheme | None = None) -> SearchResult:
-    """A scheme (None: the best one) with the best of what has been measured so far."""
-    scheme = best_known_scheme(meter) if scheme is None else scheme
-    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
-    return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
 
 
 class Draws:

@@ -26,7 +26,6 @@ class SegmentReport:
         reason: why this template, or none, computes it.
         inductor_us, template_us: measured microseconds, None without measurements.
         rest: what computes it without a template.
-        start: its first operator, ignored by comparisons.
     """
 
     operators: str
@@ -36,7 +35,6 @@ class SegmentReport:
     inductor_us: float | None = None
     template_us: float | None = None
     rest: str = "Inductor"
-    start: int = field(default=0, compare=False)
 
     @property
     def by(self) -> str:

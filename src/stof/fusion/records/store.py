@@ -19,7 +19,7 @@ import torch
 
 from stof.fusion.records.choices import Choices, current_versions, update_choices
 from stof.fusion.records.typed_json import from_json, to_text
-from stof.runtime.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
+from stof.runtime.files import read_or_ignore, remembering, sole_writer, write_checked
 from stof.tuning.machine import device_name, package_version
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
@@ -89,11 +89,8 @@ def segment_key(key: Hashable) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
-def default_store(device: torch.device, folder: Path | None = None) -> Store | None:
-    """The store for a device and the installed versions, in a folder or the user's cache; None where there is none."""
-    folder = folder or cache_folder()
-    if folder is None:
-        return None
+def default_store(device: torch.device, folder: Path) -> Store:
+    """The store for a device and the installed versions."""
     return Store(
         folder,
         {

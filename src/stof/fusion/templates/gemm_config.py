@@ -13,9 +13,6 @@ from stof.fusion.templates.device_properties import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-TEMPLATES = (
-    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
-)  # fmt: skip
 # Templates whose weight has the rows of the gate first, then those of the up projection.
 GATED = ("gated_linear", "rms_gated_linear")
 # Templates that take the row factors of an RMSNorm, whose weight is folded into the GEMM's.
@@ -43,7 +40,7 @@ class GemmShape:
     """What a template is asked to compute.
 
     Attributes:
-        template: one of `TEMPLATES`.
+        template: the name of one of `registry.TEMPLATES`.
         m, n, k: rows of x, columns of the result, width of x. For gated ones the weight has 2 n rows.
         activation: one of `ACTIVATIONS`.
         norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
