@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -87,10 +88,7 @@ class FusionReport:
 
     def grouped(self) -> dict[SegmentReport, int]:
         """Return equal segments once, with their number."""
-        rows: dict[SegmentReport, int] = {}
-        for segment in self.segments:
-            rows[segment] = rows.get(segment, 0) + 1
-        return rows
+        return Counter(self.segments)
 
     def headline(self) -> str:
         """Return a summary in one line."""
