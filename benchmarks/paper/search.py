@@ -134,7 +134,7 @@ def _search(rows: Sequence[Row], timed: bool, device: torch.device, dtype: torch
     subject = subject_of(first.model, first.batch, first.length, device, dtype)
     watch, reports = Stopwatch(), list[FusionReport]()
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_inductor_cache():
-        options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "twins": device.type != "cuda"}
+        options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "references": device.type != "cuda"}
         compiled = stof.optimize(
             copy.deepcopy(subject.model), mask=subject.mask.mask(subject.length),
             store=folder, report=reports.append, **options, **WHOLE,

@@ -69,7 +69,7 @@ def test_what_was_measured_before_a_norm_saves_one_pass_less(saved_us: float, no
 
     def chosen(function: Callable[..., Tensor]) -> list[int]:
         gm = capture(function, x, w, r)
-        known = {"linear 4096x768x3072 residual float16 twins": TunedConfig("", 30.0, 30.0 + saved_us)}
+        known = {"linear 4096x768x3072 residual float16 references": TunedConfig("", 30.0, 30.0 + saved_us)}
         return list(
             heuristic_choices(recognize_operators(gm.graph), GraphOrder(gm.graph), KernelPolicy.REFERENCE, known)
         )
@@ -84,7 +84,7 @@ def test_a_record_that_names_the_default_is_used(monkeypatch: pytest.MonkeyPatch
         torch.empty(size, dtype=torch.float16, device="meta") for size in ((4096, 3072), (768, 3072), (4096, 768))
     )
     gm = capture(lambda x, w, r: F.linear(x, w) + r, x, w, r)
-    known = {"linear 4096x768x3072 residual float16 twins": TunedConfig("128x128x64,6s,pingpong", 30.0, 31.0)}
+    known = {"linear 4096x768x3072 residual float16 references": TunedConfig("128x128x64,6s,pingpong", 30.0, 31.0)}
 
     def chosen() -> list[str]:
         found = heuristic_choices(recognize_operators(gm.graph), GraphOrder(gm.graph), KernelPolicy.REFERENCE, known)
@@ -101,8 +101,8 @@ def test_what_saves_most_is_chosen_wherever_it_begins(alone_us: float, expected:
     x, w = (torch.empty(size, dtype=torch.float16, device="meta") for size in ((8192, 768), (3072, 768)))
     gm = capture(lambda x, w: F.gelu(F.linear(F.layer_norm(x, (768,)), w)), x, w)
     known = {
-        "norm_linear 8192x3072x768 activation=gelu norm=layer float16 twins": TunedConfig("", 60.0, 63.0),
-        "linear 8192x3072x768 activation=gelu float16 twins": TunedConfig("", 50.0, 50.0 + alone_us),
+        "norm_linear 8192x3072x768 activation=gelu norm=layer float16 references": TunedConfig("", 60.0, 63.0),
+        "linear 8192x3072x768 activation=gelu float16 references": TunedConfig("", 50.0, 50.0 + alone_us),
     }
     assert (
         list(heuristic_choices(recognize_operators(gm.graph), GraphOrder(gm.graph), KernelPolicy.REFERENCE, known))

@@ -49,7 +49,7 @@ def graph(rows: int = 3) -> Any:
 
 def tuned(table: Table, store: Store | None = None) -> tuple[ChoiceTable, FusionReport, list[str]]:
     gm = graph()
-    report = fuse(gm, Search(table, seconds=100, store=store), twins=True)
+    report = fuse(gm, Search(table, seconds=100, store=store), references=True)
     lock = ChoiceTable("here", current_versions())
     lock.add([report])
     return lock, report, calls(gm)
@@ -58,7 +58,7 @@ def tuned(table: Table, store: Store | None = None) -> tuple[ChoiceTable, Fusion
 def apply(lock: ChoiceTable, rows: int = 3, **changes: Any) -> tuple[FusionReport, list[str]]:
     gm = graph(rows)
     replay = replace(Replay(lock, "here", lambda match, config: ""), **changes)
-    report = fuse(gm, twins=True, replay=replay)
+    report = fuse(gm, references=True, replay=replay)
     return report, calls(gm)
 
 
@@ -94,7 +94,7 @@ def test_a_lock_of_another_device_is_left_to_the_rules() -> None:
     (note,) = found.notes
     assert note.startswith("the lock is for here, this is there: rules decide; `stof tune MODEL --lock FILE`")
     gm = graph()
-    fuse(gm, twins=True)
+    fuse(gm, references=True)
     assert called == calls(gm)
 
 
@@ -165,7 +165,7 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     def open_graph() -> Any:
         return capture(Model().eval(), torch.randn(4, 64, 8), dynamic=True)
 
-    report = fuse(open_graph(), Search(LINEAR, seconds=100), twins=True)
+    report = fuse(open_graph(), Search(LINEAR, seconds=100), references=True)
     lock = ChoiceTable("here", current_versions())
     lock.add([report])
     ((key, locked),) = lock.graphs.items()
@@ -178,7 +178,7 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(config)
         return ""
 
-    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    found = fuse(open_graph(), references=True, replay=Replay(lock, "here", check))
     kept = format_table({16: TILE, 256: TILE})
     assert {row.config for row in found.segments if row.reason == "by the lock"} == {kept}
     assert set(asked) == {TILE}
@@ -193,13 +193,13 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     # The default takes the place of what is left out, also for the rows of the first call.
     table = format_table({16: TILE, 256: WIDE})
     lock.graphs[key] = by(table, locked)
-    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    found = fuse(open_graph(), references=True, replay=Replay(lock, "here", check))
     assert "by the lock" not in {row.reason for row in found.segments}
     assert {row.config for row in found.segments if row.template} == {format_table({16: TILE})}
     assert sum(f"{WIDE} for 256 rows: needs" in note for note in found.notes) == 3
     # Text that is no table is told as well, and ends nothing.
     lock.graphs[key] = by("24=fast", locked)
-    assert "names no configurations" in fuse(open_graph(), twins=True, replay=Replay(lock, "here", check)).notes[0]
+    assert "names no configurations" in fuse(open_graph(), references=True, replay=Replay(lock, "here", check)).notes[0]
 
 
 @pytest.mark.parametrize("gone", GONE)
@@ -230,7 +230,7 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
 
     for fold in (True, False):
         gm = normed()
-        report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), twins=True, fold=fold)
+        report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), references=True, fold=fold)
         assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
         lock = ChoiceTable("here", current_versions())
         lock.add([report])
@@ -238,11 +238,11 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
         lock = read_lock(tmp_path / "model.lock")
         for rows in (3, 4):  # its graph, and one that is not in the lock
             gm = normed(rows)
-            found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda match, config: ""))
+            found = fuse(gm, references=True, replay=Replay(lock, "here", lambda match, config: ""))
             assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
             assert any("weights are folded into GEMMs" in note for note in found.notes) == fold
         gm = normed()
-        fuse(gm, twins=True, replay=Replay(lock, "there", lambda match, config: ""))
+        fuse(gm, references=True, replay=Replay(lock, "there", lambda match, config: ""))
         assert "rms_linear" not in calls(gm)
 
 
@@ -301,13 +301,13 @@ def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
     assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3-v3.json"
     known = known_choices("My GPU 3", tmp_path)
     gm = graph()
-    found = fuse(gm, twins=True, known=known)
+    found = fuse(gm, references=True, known=known)
     assert calls(gm) == expected
     assert {row.reason for row in found.segments if row.template} == {"measured faster before"}
     assert (found.measurements, len(report.choices) > 3) == (0, True)
     slower = {key: TunedConfig(one.config, 9.0, 8.0) for key, one in report.choices.items()}
     gm = graph()
-    found = fuse(gm, twins=True, known=slower)
+    found = fuse(gm, references=True, known=slower)
     assert {"linear", "linear_norm"}.isdisjoint(calls(gm))
     assert "us at best before" in found.segments[0].reason
 
@@ -358,7 +358,7 @@ def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monke
     store, dies = Store(tmp_path, {"device": "x"}), Dies(linear=0.5)
     dies.left = 3
     with pytest.raises(KeyboardInterrupt):
-        fuse(graph(), Search(dies, seconds=100, store=store), twins=True)
+        fuse(graph(), Search(dies, seconds=100, store=store), references=True)
     assert len(store.load().segments) >= 2
 
 
@@ -367,11 +367,11 @@ def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> 
     store = Store(tmp_path, {"device": "x"})
     _, first, expected = tuned(NORMS, store)
     gm = graph()
-    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), twins=True, known=first.choices)
+    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), references=True, known=first.choices)
     assert calls(gm) == expected
     assert (again.measurements, again.segments, again.digest) == (0, first.segments, first.digest)
     # A search that is more thorough starts from there, and goes on.
-    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), twins=True)
+    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), references=True)
     assert more.segments == first.segments
     data = store.load()
     assert set(data.searched.values()) == {9}
@@ -385,7 +385,7 @@ def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
             return [math.nan if drowned and config is None else us for config, us in zip(configs, times, strict=True)]
 
     store = Store(tmp_path, {"device": "x"})
-    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), twins=True)
+    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), references=True)
     assert not any("gelu" in row.operators and row.template for row in first.segments)
     (note,) = first.notes
     assert note.startswith(f"1 of {first.measurements} times could not be told from other work on the device")
@@ -393,7 +393,7 @@ def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
     assert all(us > 0 for entry in kept.segments.values() for us in entry.values())
     assert set(kept.searched) < set(kept.segments), "the graph is not among them"
     # The device is idle again: what could not be told is measured, and what that leads to.
-    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), twins=True)
+    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), references=True)
     assert 0 < again.measurements < first.measurements
     assert any("gelu" in row.operators and row.template for row in again.segments)
     assert set(store.load().searched) - set(store.load().segments), "the graph"

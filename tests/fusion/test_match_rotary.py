@@ -201,7 +201,7 @@ def test_a_whole_model(fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = model(**inputs)[0]
         reports: list[FusionReport] = []
         torch._dynamo.reset()
-        out = stof.optimize(model, fold=fold, twins=True, report=reports.append)(**inputs)[0]
+        out = stof.optimize(model, fold=fold, references=True, report=reports.append)(**inputs)[0]
     valid = inputs["attention_mask"].bool()
     torch.testing.assert_close(out[valid], expected[valid], atol=5e-5, rtol=1e-4)
     assert [row.template for row in reports[-1].segments].count(

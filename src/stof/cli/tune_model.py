@@ -30,7 +30,7 @@ class Wanted:
     effort: str
     budget: float | None
     fold: bool
-    twins: bool
+    references: bool
     lock: Path | None
     png: Path | None
     store: Path | None
@@ -143,8 +143,8 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
         view.say("capturing the model")
         fast: Any = stof.optimize(
             loaded.model, mask=loaded.mask, dynamic=False, cuda_graphs=device.type == "cuda", effort=wanted.effort,
-            budget_s=wanted.budget, fold=wanted.fold, twins=wanted.twins, report=reports.append, progress=view.update,
-            store=wanted.store or True,
+            budget_s=wanted.budget, fold=wanted.fold, references=wanted.references, report=reports.append,
+            progress=view.update, store=wanted.store or True,
         )  # fmt: skip
         with torch.inference_mode():
             fast(*loaded.args, **loaded.kwargs)

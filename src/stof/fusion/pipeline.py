@@ -72,7 +72,7 @@ def fuse(
     gm: fx.GraphModule,
     search: Search | None = None,
     *,
-    twins: bool = False,
+    references: bool = False,
     fold: bool = False,
     known: Mapping[str, TunedConfig] = MappingProxyType({}),
     replay: Replay | None = None,
@@ -83,12 +83,14 @@ def fuse(
 
     Args:
         search: measures candidates; without a search or a lock, heuristics decide.
-        twins: match templates where they have no kernel as well, and run their PyTorch references.
+        references: match templates where they have no kernel as well, and run their PyTorch references.
         fold: fold weights of RMSNorms into the GEMMs after them; a lock may ask for it as well.
         known: recorded times, for the heuristics.
         replay: a lock whose choices are reproduced.
     """
-    policy = KernelPolicy.REFERENCE if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
+    policy = (
+        KernelPolicy.REFERENCE if references else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
+    )
     report = FusionReport()
     reason = skip_reason(gm.graph)
     if reason:

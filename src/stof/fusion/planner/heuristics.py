@@ -143,7 +143,7 @@ def _choice_at(
 
 def tuning_key(match: TemplateMatch, policy: KernelPolicy) -> str:
     """Return the text under which times of a match are recorded; PyTorch references have texts of their own."""
-    return match.problem.bucket + (" twins" if policy is KernelPolicy.REFERENCE else "")
+    return match.problem.bucket + (" references" if policy is KernelPolicy.REFERENCE else "")
 
 
 def merged_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:

@@ -74,7 +74,7 @@ def stof_backend(
     report = fuse(
         gm,
         search,
-        twins=parsed.twins,
+        references=parsed.references,
         fold=parsed.fold,
         known=known,
         replay=parsed.replay(device),
@@ -92,7 +92,7 @@ def stof_backend(
     rewrite_biases(copies[PLAIN], FusionReport())
 
     def by_rule() -> FusionReport:
-        return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
+        return fuse(copies[RULED], references=parsed.references, fold=parsed.fold, known=known)
 
     def version(name: str, digest: str) -> Callable[..., Any]:
         return _compiled(copies.get(name, gm), example_inputs, parsed, digest)
