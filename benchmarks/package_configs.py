@@ -10,25 +10,18 @@ import argparse
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.fusion.records.choices import (
-    VERSION,
-    Choices,
-    choices_of,
-    choices_path,
-    read_choices,
-    write_choices,
-)
-from stof.runtime.files import DEVICE_DATA, read_checked
+from stof.fusion.records.choices import ChoiceTable, choices_path, read_choices, read_table
+from stof.runtime.files import DEVICE_DATA
 
 
-def measured(path: Path) -> tuple[str, Choices]:
-    """The device, and what was measured on it.
+def measured(path: Path) -> ChoiceTable:
+    """What was measured on a device.
 
     Raises:
         ArgumentError: the file is no file of choices, is of another version, or was changed.
     """
     try:
-        return read_checked(path, "version", VERSION, lambda data: (str(data["device"]), choices_of(data)))
+        return read_table(path)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} holds no choices: {error}") from None
 
@@ -40,16 +33,15 @@ def package(paths: list[Path], only: str = "", folder: Path = DEVICE_DATA) -> li
         ArgumentError: files of several devices, or what `measured` refuses.
     """
     held = [measured(path) for path in paths]
-    devices = {device for device, _ in held}
+    devices = {table.device for table in held}
     if len(devices) != 1:
         raise ArgumentError(
             f"choices are packaged for one device at a time, got {', '.join(sorted(devices)) or 'none'}"
         )
     device = devices.pop()
-    target = choices_path(folder, device)
-    before = read_choices(target)
-    new = {key: one for _, choices in held for key, one in choices.items() if only in key}
-    write_choices(target, device, before | new)
+    before = read_choices(folder, device)
+    new = {key: one for table in held for key, one in table.choices.items() if only in key}
+    ChoiceTable(device, choices=before | new).write(choices_path(folder, device))
     lines = []
     for key, one in sorted(new.items()):
         old = before.get(key)

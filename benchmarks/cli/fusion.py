@@ -52,7 +52,7 @@ def gemm(
     from benchmarks.fusion.gemm import GEMMS, KEY, MODELS, QUICK, Row, run_gemm, summaries
     from benchmarks.results_io import RowFile
     from stof.errors import ArgumentError
-    from stof.fusion.templates import GemmConfig
+    from stof.fusion.templates.gemm_config import GemmConfig
 
     device, precision = gpu(dtype)
     if chain and sustained:

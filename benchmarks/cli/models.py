@@ -169,6 +169,7 @@ def search(
     from stof.fusion.measure.parallel_compile import compile_candidates
     from stof.fusion.measure.segment_timer import SegmentTimer
     from stof.fusion.records.store import default_store
+    from stof.runtime.files import cache_folder
     from stof.tuning.machine import device_name
 
     console = Console(width=100)
@@ -182,7 +183,9 @@ def search(
         (device, precision), timer = gpu(dtype), SegmentTimer()
         gm = model_graph(model, batch, length, device, precision)
         start = time.monotonic()
-        found, taken = measured(gm, timer, default_store(device, store), budget, compile_candidates)
+        folder = store or cache_folder()
+        kept = None if folder is None else default_store(device, folder)
+        found, taken = measured(gm, timer, kept, budget, compile_candidates)
         console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
         for (name, config), why in timer.failures.items():
             console.print(f"{name} {config}: {why}", soft_wrap=True)

@@ -20,7 +20,7 @@ def start(
     budget: Annotated[float | None, typer.Option(help="Seconds for the search of the cold start.")] = None,
     lock: Annotated[Path | None, typer.Option(help="A lock file to follow.")] = None,
     fold: Annotated[bool, typer.Option("--fold", help="Fold norms' weights into products (option fold).")] = False,
-    twins: Annotated[bool, typer.Option("--twins", help="Claim templates where no kernel serves.")] = False,
+    references: Annotated[bool, typer.Option("--references", help="Claim templates where no kernel serves.")] = False,
     cuda_graphs: Annotated[str, typer.Option(help="whole, inductor or none, on GPUs.")] = "whole",
     warm: Annotated[int, typer.Option(min=0, help="Processes after the first.")] = 2,
     caches: Annotated[
@@ -44,7 +44,13 @@ def start(
     graphs: dict[str, str | bool] = {"whole": "whole", "inductor": True, "none": False}
     if cuda_graphs not in graphs:
         raise ArgumentError(f"cuda_graphs is {', '.join(graphs)}, got {cuda_graphs!r}")
-    options = {"effort": effort, "budget_s": budget, "fold": fold, "twins": twins, "cuda_graphs": graphs[cuda_graphs]}
+    options = {
+        "effort": effort,
+        "budget_s": budget,
+        "fold": fold,
+        "references": references,
+        "cuda_graphs": graphs[cuda_graphs],
+    }
     options["lock"] = str(lock.resolve()) if lock else None
     ask = Ask(model, batch, length, mask, dtype, {name: value for name, value in options.items() if value is not None})
     with TemporaryDirectory() as folder:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.results_io import provenance, write_json
-from stof.fusion.templates import GemmConfig, linear
 from stof.fusion.templates.device_properties import pdl_options
+from stof.fusion.templates.gemm_config import GemmConfig
+from stof.fusion.templates.operators import linear
 from stof.runtime.cache_keys import with_stable_key
 from stof.tuning.timing import time_calls
 

@@ -31,7 +31,7 @@ from stof.testing.oracle import error_budget
 from stof.tuning.timing import time_calls, wall_us
 
 EPS, HIDDEN, HEAD_DIM, TURNED = 1e-5, 2048, 64, 2560
-CONFIGS = ("", "64x256x64,4s,pingpong", "256x128x64,6s,together")
+CONFIGS = ("", "64x256x64,4s,pingpong", "256x128x64,6s,cooperative")
 
 
 def rotary(out: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

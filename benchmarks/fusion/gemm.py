@@ -15,8 +15,9 @@ from torch import Tensor
 
 from benchmarks.failures import first_line
 from benchmarks.timing import chain_us, sustained_us
-from stof.fusion.templates import GemmConfig, config_problems, configs, launch, reference
-from stof.fusion.templates.gemm_config import KINDS, kind_in
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import KINDS, GemmConfig, config_problems, kind_in
 from stof.fusion.templates.norms import Norm
 from stof.testing.attention_check import relative_error
 from stof.tuning.timing import time_calls
@@ -35,9 +36,9 @@ QUICK = (
     "128x128x64,5s,pingpong",
     "64x128x64,7s,pingpong",
     "64x256x64,4s,pingpong",
-    "256x128x64,6s,together",
-    "128x256x64,5s,together",
-    "128x192x64,5s,together",
+    "256x128x64,6s,cooperative",
+    "128x256x64,5s,cooperative",
+    "128x192x64,5s,cooperative",
     "128x128x64,8w,3s,tile",
     "128x64x64,4w,4s,tile",
     "64x64x64,4w,4s,tile",

@@ -15,14 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 import stof
 from benchmarks.fusion.repeated_layers import find_layers
-from benchmarks.fusion.search_baselines import OperatorClasses, exhaustive, paper_stage_one, random_search
+from benchmarks.fusion.search_baselines import (
+    OperatorClasses,
+    SearchResult,
+    exhaustive,
+    paper_stage_one,
+    paper_stage_two,
+    random_search,
+    search_result,
+)
 from benchmarks.paper.models import subject_of
 from stof.errors import ArgumentError, StofError
 from stof.fusion.graph.fx_utils import copy_module, propagate
@@ -31,16 +39,24 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.passes.horizontal_fusion import merge_gemms
 from stof.fusion.pipeline import rewrite_patches
-from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler, kind_of
+from stof.fusion.planner.graph_space import GraphSpace, MatchTimer, ParallelCompiler
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Space
-from stof.fusion.planner.two_stage_search import Sampling, SearchResult, finish_search, stage_one
+from stof.fusion.planner.two_stage_search import (
+    TUNED_FRACTION,
+    best_known_scheme,
+    stage_one,
+    stage_two,
+)
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import Records, SegmentCandidate, SegmentTimes, Store, segment_key
+from stof.fusion.records.store import Records, SegmentCandidate, Store, segment_key
+from stof.fusion.templates.gemm_config import kind_in
 from stof.runtime.files import read_json
 
 # Budgets, as fractions of the exhaustive search's measurements.
 SHARES = (0.1, 0.2)
 SEEDS = 20
+# How stage 2 divides its draws among segments: as many for each, by the gains of the last round, or no draws.
+Sampling = Literal["even", "reward", "none"]
 # Names of the two-stage search in rows, by the sampling of its second stage.
 NAMES: dict[Sampling, str] = {"even": "two stages", "reward": "two stages, reward", "none": "stage 1 alone"}
 # The paper's moves decide what stage 1 measures. The scheme made of that, and the order of draws, are as in the others.
@@ -91,7 +107,9 @@ class Table:
         def floor(start: int, stop: int, candidate: SegmentCandidate) -> float:
             return at[start, stop].floors[candidate]
 
-        return Space(len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=kind_of)
+        return Space(
+            len(self.classes), key, candidates, measure, self.longest, floor=floor, kind=lambda one: kind_in(one[1])
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -193,10 +211,7 @@ def measured(
     operators = recognize_operators(gm.graph)
     graph = GraphSpace(operators, GraphOrder(gm.graph), timer, compiler=compiler)
     held = store.load().segments if store is not None else {}
-    found = {
-        key: (places, dict(held.get(segment_key(key), SegmentTimes()).times))
-        for key, places in _segments(graph).items()
-    }
+    found = {key: (places, dict(held.get(segment_key(key), {}))) for key, places in _segments(graph).items()}
     taken = _measure(graph, found, store, time.monotonic() + seconds)
     segments = []
     for places, times in found.values():
@@ -232,7 +247,7 @@ def _measure(graph: GraphSpace, found: _Found, store: Store | None, end: float) 
         times |= {candidate: us for candidate, us in found_us if not math.isnan(us)}  # noisy ones are measured again
         taken += len(new)
         if store is not None:
-            store.update(Records({segment_key(key): SegmentTimes(times)}))
+            store.update(Records({segment_key(key): times}))
     return taken
 
 
@@ -301,7 +316,10 @@ def _finish(after_one: MeasurementCache, seed: int, *, sampling: Sampling) -> Se
     meter = MeasurementCache(after_one.space, after_one.budget)
     meter.times = {key: dict(times) for key, times in after_one.times.items()}
     meter.measurements = after_one.measurements
-    return finish_search(meter, seed=seed, sampling=sampling)
+    if sampling != "none":
+        stage = stage_two if sampling == "even" else paper_stage_two
+        stage(meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), seed=seed)
+    return search_result(meter)
 
 
 def _random(space: Space, operators: OperatorClasses, limit: int, seed: int) -> SearchResult:

@@ -1,16 +1,37 @@
-"""The searches that the two stages are compared with: everything, the paper's moves, and random draws."""
+"""The searches that the two stages are compared with: everything, the paper's moves and draws, and random draws."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.planner.search_space import MeasurementCache
-from stof.fusion.planner.two_stage_search import TUNED_FRACTION, SearchResult, best_known_scheme, search_result
+from stof.fusion.planner.two_stage_search import TUNED_FRACTION, Draws, best_known_scheme
+from stof.fusion.records.store import SegmentCandidate
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
+
+    scheme: Scheme
+    chosen: dict[int, SegmentCandidate]
+    saved_us: float
+    measurements: int
+
+
+def search_result(meter: MeasurementCache, scheme: Scheme | None = None) -> SearchResult:
+    """A scheme (None: the best one) with the best of what has been measured so far."""
+    segments = (best_known_scheme(meter) if scheme is None else scheme).segments
+    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in segments)
+    fastest = {segment.start: meter.best(segment.start, segment.stop)[0] for segment in segments}
+    chosen = {start: best for start, best in fastest.items() if best is not None}
+    return SearchResult(Scheme.of(meter.space.size, fastest), chosen, saved, meter.measurements)
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,27 @@ def exhaustive(meter: MeasurementCache) -> SearchResult:
             candidates = space.candidates(start, stop)
             if candidates:
                 meter.measure(start, stop, (None, *candidates))
-    return search_result(meter, best_known_scheme(meter))
+    return search_result(meter)
+
+
+def paper_stage_two(
+    meter: MeasurementCache, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
+) -> None:
+    """Stage 2 as in the paper: as `stage_two`, but the draws follow rewards.
+
+    The first round draws `per_segment` configurations of each segment. Later ones draw as many in all, in proportion to
+    what each segment gained in the round before, times how often it occurs; each keeps one draw at least.
+    """
+    draws = Draws(meter, scheme, seed)
+    often = Counter(meter.space.key(segment.start, segment.stop) for segment in scheme.segments)
+    rewards, idle = dict.fromkeys(draws.segments, 1.0), 0
+    while draws.segments and idle < patience and not meter.exhausted:
+        total = sum(rewards[key] for key in draws.segments)
+        parts = {key: rewards[key] / total if total > 0 else 1 / len(draws.segments) for key in draws.segments}
+        draw = per_segment * len(parts)
+        gained = draws.measure({key: max(1, round(draw * part)) for key, part in parts.items()})
+        rewards = {key: often[key] * us for key, us in gained.items()}
+        idle = 0 if any(gained.values()) else idle + 1
 
 
 def paper_stage_one(
@@ -81,7 +122,7 @@ def paper_stage_one(
 
     A segment expands, seizes operators of a neighbour without a GEMM, or takes some from a neighbour with one
     (compete). A move applies to the same place of every layer, and is kept only if it is faster. See
-    `MeasurementCache.gain` for `tuned_fraction`.
+    `MeasurementCache.known_gain` for `tuned_fraction`.
     """
     boundaries = {operators.classes[first] for first in initial.starts}
     # A segment is measured once, so its gain does not change. Of hundreds of segments, a move changes a few.
@@ -90,8 +131,10 @@ def paper_stage_one(
     def total_of(scheme: Scheme) -> float:
         if not operators.allows(scheme):
             return -math.inf
-        new = (segment for segment in scheme.segments if segment not in gains)
-        gains.update((segment, meter.gain(segment.start, segment.stop, tuned_fraction)) for segment in new)
+        for segment in scheme.segments:
+            if segment not in gains:
+                meter.gain(segment.start, segment.stop)
+                gains[segment] = meter.known_gain(segment.start, segment.stop, tuned_fraction)
         return sum(map(gains.__getitem__, scheme.segments))
 
     best = operators.scheme_of(boundaries)

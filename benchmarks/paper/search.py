@@ -41,8 +41,8 @@ TOTAL, TUNED = "stof", "stof-tuned"
 PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "analytical model": ((GraphSpace, "floor"), (pipeline, "heuristic_choices")),
     "scheme encoding": ((two_stage_search, "best_known_scheme"), (Scheme, "digest"), (pipeline, "merged_scheme")),
-    "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "chosen")),
-    "reward": ((two_stage_search, "_shares"), (MeasurementCache, "known_gain")),
+    "scheme decoding": ((GraphSpace, "matches"), (GraphSpace, "candidates"), (MeasurementCache, "best")),
+    "reward": ((MeasurementCache, "known_gain"),),
     "compiling": (
         (GraphSpace, "prepare"),
         (segment_timer, "compiled_segment"),
@@ -134,7 +134,7 @@ def _search(rows: Sequence[Row], timed: bool, device: torch.device, dtype: torch
     subject = subject_of(first.model, first.batch, first.length, device, dtype)
     watch, reports = Stopwatch(), list[FusionReport]()
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, fresh_inductor_cache():
-        options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "twins": device.type != "cuda"}
+        options: dict[str, Any] = {"effort": "full", "budget_s": BUDGET_S, "references": device.type != "cuda"}
         compiled = stof.optimize(
             copy.deepcopy(subject.model), mask=subject.mask.mask(subject.length),
             store=folder, report=reports.append, **options, **WHOLE,

@@ -130,7 +130,7 @@ def test_file_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_fused_layer_is_the_layer(model: str) -> None:
-    """On a CPU operators run their twins: the fused layer's structure, packing and folding are right."""
+    """On a CPU operators run their references: the fused layer's structure, packing and folding are right."""
     torch.compiler.reset()
     shape = LayerShape(model, 2, 24, 64, 96, 8, 8 if model == "bert" else 2)
     configs = configs_from([], model, 48)

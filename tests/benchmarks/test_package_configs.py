@@ -14,7 +14,7 @@ from stof.fusion.records.choices import TunedConfig, choices_path, read_choices,
 
 def store(folder: Path, device: str = "My GPU", **choices: TunedConfig) -> Path:
     path = choices_path(folder, device)
-    update_choices(path, device, {key.replace("_", " "): one for key, one in choices.items()})
+    update_choices(folder, device, {key.replace("_", " "): one for key, one in choices.items()})
     return path
 
 
@@ -28,7 +28,7 @@ def test_newer_choices_take_the_place_of_older_ones(tmp_path: Path) -> None:
         "changed one: cublas 3.0 us, Inductor 4.0 us, was default 1.0",
         "new one: cublas 3.5 us, Inductor 4.0 us",
     ]
-    found = read_choices(choices_path(data, "My GPU"))
+    found = read_choices(data, "My GPU")
     assert {key: (one.config, one.template_us) for key, one in found.items()} == {
         "again": ("", 1.5), "changed one": ("cublas", 3.0), "kept": ("", 1.0), "new one": ("cublas", 3.5)
     }  # fmt: skip
@@ -38,7 +38,7 @@ def test_newer_choices_take_the_place_of_older_ones(tmp_path: Path) -> None:
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
     path = store(tmp_path / "a", wide_one=TunedConfig("", 1.0, 2.0), tall_one=TunedConfig("", 1.0, 2.0))
     package([path], only="wide", folder=tmp_path)
-    assert list(read_choices(choices_path(tmp_path, "My GPU"))) == ["wide one"]
+    assert list(read_choices(tmp_path, "My GPU")) == ["wide one"]
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,6 @@ def test_options_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(app, ["start", "llama", "--fold", "--lock", str(tmp_path / "a.lock")])
     assert done.exit_code == 0, done.output
     assert asked[0].options == {
-        "effort": "none", "fold": True, "twins": False, "cuda_graphs": "whole",
+        "effort": "none", "fold": True, "references": False, "cuda_graphs": "whole",
         "lock": str((tmp_path / "a.lock").resolve()),
     }  # fmt: skip

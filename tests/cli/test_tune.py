@@ -1,4 +1,4 @@
-"""`stof tune MODEL` on a CPU, where the templates' twins serve: what it prints and writes, and what it refuses."""
+"""`stof tune MODEL` on a CPU, where the templates' references serve: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stof.cli.tune_model import View
 from stof.errors import ArgumentError
 from stof.fusion.measure.model_comparison import SEARCHED
 from stof.fusion.planner.search_space import Progress
-from stof.fusion.records.lock_file import read_lock
+from stof.fusion.records.choices import read_lock
 from stof.fusion.records.report import FusionReport
 from stof.integrations.torch import compile as torch_compile
 from stof.integrations.torch import compile_options
@@ -74,13 +74,13 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(compile_options, "SegmentTimer", lambda: Table(linear=0.5))
     monkeypatch.setattr(torch_compile, "wall_us", lambda calls, device: dict.fromkeys(calls, 2.0) | {SEARCHED: 1.0})
-    common = ["--dtype", "float32", "--twins", "--store", "store", "--budget", "60"]
+    common = ["--dtype", "float32", "--references", "--store", "store", "--budget", "60"]
     done = run(f"{own_module}:small", *common, "--lock", "small.lock", "--png", "out/a.svg")
     assert done.exit_code == 0, done.output
     assert "segments computed by templates" in done.output
     lock = read_lock(tmp_path / "small.lock")
     ((key, graph),) = lock.graphs.items()
-    assert ("linear 16>32 + gelu", "linear") in [(row.segment, row.template) for row in graph.segments]
+    assert (0, 2, "linear", "") in graph.segments
     assert "2.00x" in done.output
     assert f"torch {torch.__version__}" in done.output
     assert "dtype float32" in done.output
@@ -97,18 +97,20 @@ def test_a_model_of_ones_own_is_tuned_and_its_lock_reused(
     loaded = load(f"{own_module}:small", 1, 1, "full", torch.device("cpu"), torch.float32)
     reports: list[FusionReport] = []
     torch.compiler.reset()
-    fast = stof.optimize(loaded.model, lock="small.lock", twins=True, dynamic=False, store=False, report=reports.append)
+    fast = stof.optimize(
+        loaded.model, lock="small.lock", references=True, dynamic=False, store=False, report=reports.append
+    )
     with torch.inference_mode():
         torch.testing.assert_close(fast(*loaded.args), loaded.model(*loaded.args))
     (report,) = reports
     assert (report.measurements, report.notes, report.graph) == (0, [], key)
     assert [(row.template, row.config) for row in report.segments if row.template] == [
-        (row.template, row.config) for row in graph.segments for _ in row.at
+        (template, config) for _, _, template, config in graph.segments
     ]
 
 
 def test_a_chart_of_nothing_does_not_lose_the_lock(own_module: str, tmp_path: Path) -> None:
-    """Without twins no template serves a CPU, so no segment has two times."""
+    """Without references no template serves a CPU, so no segment has two times."""
     files = ("--store", "store", "--lock", "small.lock", "--png", "a.svg")
     done = run(f"{own_module}:small", "--dtype", "float32", *files)
     assert done.exit_code == 0, done.output

@@ -22,8 +22,9 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stof.fusion.templates import GemmConfig, configs, launch
-from stof.fusion.templates.gemm_config import ROW_SCALED, GemmShape
+from stof.fusion.templates import launch
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import ROW_SCALED, GemmConfig, GemmShape
 from stof.fusion.templates.hopper import cooperative, pingpong
 from stof.fusion.templates.launch import GemmCall, Rotary
 from stof.fusion.templates.norms import Norm
@@ -78,8 +79,8 @@ class Case:
 _SOME = (
     "128x128x64,5s,pingpong",
     "64x256x64,4s,pingpong",
-    "128x256x64,5s,together",
-    "256x128x64,6s,together",
+    "128x256x64,5s,cooperative",
+    "256x128x64,6s,cooperative",
     "128x256x64,8w,3s,tile",
     "64x64x64,4w,4s,tile",
     "16x64x128,4w,4s,tile",
@@ -115,15 +116,15 @@ def cases(every: bool) -> Iterator[Case]:
         yield case("residual", added, text, dtype=bfloat)
         yield case("transposed", turned, text)
     for shape, name in ((plain, "gelu"), (added, "residual"), (turned, "transposed")):
-        yield case(name, shape, "128x192x64,5s,together")
-        yield case(name, shape, "192x128x64,5s,together")
+        yield case(name, shape, "128x192x64,5s,cooperative")
+        yield case(name, shape, "192x128x64,5s,cooperative")
     yield case("row scale", normed, _SOME[0])
     for text in (_SOME[0], _SOME[1]):
         yield case("rotary", turning, text)
         yield case("rotary plain", replace(turning, norm="", head_dim=128), text, dtype=bfloat)
     yield case("rotary", turning, "64x64x64,4w,4s,tile,split4", ARCHS)
     yield case("rotary", replace(turning, head_dim=128), "128x128x64,8w,3s,tile", (80, 90))
-    for text in (_SOME[0], _SOME[3], "128x256x64,5s,together"):
+    for text in (_SOME[0], _SOME[3], "128x256x64,5s,cooperative"):
         yield case("row scale swiglu", folded, text)
     yield case("row scale swiglu", folded, "64x64x64,4w,4s,tile", ARCHS)
     yield case("residual", added, "64x64x64,4w,4s,tile,split4", ARCHS, bfloat)

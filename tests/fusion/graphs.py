@@ -48,7 +48,7 @@ def merged(function: Callable[..., Any], dynamic: bool = False) -> tuple[Callabl
 
 def fuse(gm: fx.GraphModule, search: Search | None = None, *, fold: bool = False) -> FusionReport:
     """As on a device that has a kernel for everything: references stand for them."""
-    return pipeline.fuse(gm, search, twins=True, fold=fold)
+    return pipeline.fuse(gm, search, references=True, fold=fold)
 
 
 def operators(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Operator]:

@@ -254,7 +254,7 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = model(ids)[0]
         reports: list[FusionReport] = []
         torch._dynamo.reset()
-        out = stof.optimize(model, fold=True, twins=True, report=reports.append)(ids)[0]
+        out = stof.optimize(model, fold=True, references=True, report=reports.append)(ids)[0]
     torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
     assert "rms_linear" in {row.template for row in reports[-1].segments}
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

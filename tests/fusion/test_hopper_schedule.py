@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stof.fusion.templates import GemmConfig
 from stof.fusion.templates.device_functions import tile_coordinates
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.hopper import pingpong
 
 
@@ -197,8 +197,10 @@ def test_ping_pong_computes_every_tile_once(tiles: int, k_tiles: int, seed: int,
 
 
 @given(**SIZES, stages=st.integers(2, 8), consumers=st.integers(2, 3))
-def test_together_computes_every_share_once(tiles: int, k_tiles: int, seed: int, stages: int, consumers: int) -> None:
-    config = GemmConfig("together", 64 * consumers, 128, 64, stages=stages)
+def test_cooperative_computes_every_share_once(
+    tiles: int, k_tiles: int, seed: int, stages: int, consumers: int
+) -> None:
+    config = GemmConfig("cooperative", 64 * consumers, 128, 64, stages=stages)
     assert config.consumers == consumers
     block = Together(tiles, k_tiles, config)
     actors = [block.producer(), *map(block.consumer, range(consumers))]

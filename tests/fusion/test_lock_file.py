@@ -18,10 +18,19 @@ from stof.errors import ArgumentError, LockFileError
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.match import TemplateMatch
-from stof.fusion.records.choices import TunedConfig, choices_path, known_choices, read_choices, update_choices
-from stof.fusion.records.lock_file import Lock, current_versions, read_lock
+from stof.fusion.records.choices import (
+    ChoiceTable,
+    GraphChoice,
+    TunedConfig,
+    choices_path,
+    current_versions,
+    known_choices,
+    read_choices,
+    read_lock,
+    update_choices,
+)
 from stof.fusion.records.report import FusionReport
-from stof.fusion.records.store import GraphRecord, Records, Store
+from stof.fusion.records.store import Store
 from stof.fusion.templates.registry import Template
 from stof.fusion.templates.row_buckets import format_table
 from stof.integrations.torch.compile import CompileOptions
@@ -38,25 +47,30 @@ def graph(rows: int = 3) -> Any:
     return capture(Model().eval(), torch.randn(2, rows, 8))
 
 
-def tuned(table: Table, store: Store | None = None) -> tuple[Lock, FusionReport, list[str]]:
+def tuned(table: Table, store: Store | None = None) -> tuple[ChoiceTable, FusionReport, list[str]]:
     gm = graph()
-    report = fuse(gm, Search(table, seconds=100, store=store), twins=True)
-    lock = Lock("here")
+    report = fuse(gm, Search(table, seconds=100, store=store), references=True)
+    lock = ChoiceTable("here", current_versions())
     lock.add([report])
     return lock, report, calls(gm)
 
 
-def apply(lock: Lock, rows: int = 3, **changes: Any) -> tuple[FusionReport, list[str]]:
+def apply(lock: ChoiceTable, rows: int = 3, **changes: Any) -> tuple[FusionReport, list[str]]:
     gm = graph(rows)
     replay = replace(Replay(lock, "here", lambda match, config: ""), **changes)
-    report = fuse(gm, twins=True, replay=replay)
+    report = fuse(gm, references=True, replay=replay)
     return report, calls(gm)
+
+
+def by(config: str, locked: GraphChoice) -> GraphChoice:
+    """The same segments by another configuration or table."""
+    return GraphChoice(locked.fold, tuple((*segment, config) for *segment, _ in locked.segments))
 
 
 @pytest.mark.parametrize("table", [LINEAR, NORMS])
 def test_a_lock_gives_the_same_scheme_with_nothing_measured(table: Table, tmp_path: Path) -> None:
     lock, report, expected = tuned(table)
-    lock.write(tmp_path / "model.lock")
+    lock.write_lock(tmp_path / "model.lock")
     again = read_lock(tmp_path / "model.lock")
     assert again == lock
     found, called = apply(again)
@@ -69,7 +83,7 @@ def test_a_lock_gives_the_same_scheme_with_nothing_measured(table: Table, tmp_pa
 def test_a_lock_that_takes_all_back_fuses_nothing() -> None:
     _, report, _ = tuned(LINEAR)
     report.revert_to_inductor("slower")
-    lock = Lock("here")
+    lock = ChoiceTable("here", current_versions())
     lock.add([report])
     found, called = apply(lock)
     assert (called, found.fused, found.notes) == ([], 0, [])
@@ -80,7 +94,7 @@ def test_a_lock_of_another_device_is_left_to_the_rules() -> None:
     (note,) = found.notes
     assert note.startswith("the lock is for here, this is there: rules decide; `stof tune MODEL --lock FILE`")
     gm = graph()
-    fuse(gm, twins=True)
+    fuse(gm, references=True)
     assert called == calls(gm)
 
 
@@ -105,10 +119,9 @@ def test_what_a_check_refuses_is_told_once_and_remembered(tmp_path: Path) -> Non
     for _ in range(2):  # the second time nothing is asked
         found, called = apply(lock, check=check, store=store)
         (note,) = found.notes
-        assert note.endswith("wrong: off by 3; rules decide")
+        assert note.endswith("by linear: (default): wrong: off by 3; (default): wrong: off by 3; Inductor computes it")
         assert "\n" not in note
-        # The rules know no better than the same template, as long as nobody measured it.
-        assert called == expected
+        assert called == expected[1:]
         assert len([row for row in found.segments if row.reason == "by the lock"]) == len(expected) - 1
     assert len(asked) == len(set(asked)) == 3
 
@@ -116,18 +129,20 @@ def test_what_a_check_refuses_is_told_once_and_remembered(tmp_path: Path) -> Non
 def test_configurations_and_templates_that_are_gone_are_told() -> None:
     lock, _, _ = tuned(LINEAR)
     ((key, locked),) = lock.graphs.items()
-    first, second, *rest = locked.segments
-    gone = (replace(first, template="other"), replace(second, config="64x64x32,4w,3s,tile"), *rest)
-    lock.graphs[key] = replace(locked, segments=gone)
+    (*first, _, _), (*second, name, _), *rest = locked.segments
+    gone = ((*first, "other", ""), (*second, name, "64x64x32,4w,3s,tile"), *rest)
+    lock.graphs[key] = GraphChoice(False, gone)
     lock.versions |= {"torch": "1.0"}
     found, _ = apply(lock)
     versions, one, two = found.notes
     assert versions == f"the lock was made with torch 1.0; here: torch {current_versions()['torch']}"
-    assert "other does not serve it here; rules decide" in one
-    assert "linear 64x64x32,4w,3s,tile: no kernel runs on cpu; rules decide" in two
+    assert "by other: does not serve it here; Inductor computes it" in one
+    assert "by linear: 64x64x32,4w,3s,tile: no kernel runs on cpu" in two
+    assert "Inductor" not in two
+    assert next(row.reason for row in found.segments if row.template) == "default, see the note below"
 
 
-TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,together"
+TILE, WIDE = "64x64x64,4w,4s,tile", "128x256x64,5s,cooperative"
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
@@ -150,12 +165,12 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     def open_graph() -> Any:
         return capture(Model().eval(), torch.randn(4, 64, 8), dynamic=True)
 
-    report = fuse(open_graph(), Search(LINEAR, seconds=100), twins=True)
-    lock = Lock("here")
+    report = fuse(open_graph(), Search(LINEAR, seconds=100), references=True)
+    lock = ChoiceTable("here", current_versions())
     lock.add([report])
     ((key, locked),) = lock.graphs.items()
     table = format_table({16: TILE, 64: WIDE, 256: TILE, 1024: "24x64x64,4w,4s,tile", 2048: "fast"})
-    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
+    lock.graphs[key] = by(table, locked)
     on_a_gpu(monkeypatch, (8, 0))
     asked: list[str] = []
 
@@ -163,43 +178,46 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(config)
         return ""
 
-    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    found = fuse(open_graph(), references=True, replay=Replay(lock, "here", check))
     kept = format_table({16: TILE, 256: TILE})
     assert {row.config for row in found.segments if row.reason == "by the lock"} == {kept}
     assert set(asked) == {TILE}
     for configuration, reason in (
-        (f"linear {WIDE} for 64 rows: ", "written for compute capability 9.0"),
-        ("linear 24x64x64,4w,4s,tile for 1024 rows: ", "tile sizes are powers of two"),
-        ("linear fast for 2048 rows: ", "'fast' is no configuration"),
+        (f"{WIDE} for 64 rows: ", "written for compute capability 9.0"),
+        ("24x64x64,4w,4s,tile for 1024 rows: ", "tile sizes are powers of two"),
+        ("fast for 2048 rows: ", "'fast' is no configuration"),
     ):
         said = [note for note in found.notes if configuration in note]
         assert len(said) == len(locked.segments)
-        assert all(reason in note and note.endswith("left out of the table") for note in said)
-    # The one that the first call runs decides whether the segment is the lock's at all.
+        assert all(reason in note.partition(configuration)[2] and "Inductor" not in note for note in said)
+    # The default takes the place of what is left out, also for the rows of the first call.
     table = format_table({16: TILE, 256: WIDE})
-    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=table) for one in locked.segments))
-    found = fuse(open_graph(), twins=True, replay=Replay(lock, "here", check))
+    lock.graphs[key] = by(table, locked)
+    found = fuse(open_graph(), references=True, replay=Replay(lock, "here", check))
     assert "by the lock" not in {row.reason for row in found.segments}
-    assert sum(f"linear {WIDE}: needs" in note and note.endswith("; rules decide") for note in found.notes) == 3
+    assert {row.config for row in found.segments if row.template} == {format_table({16: TILE})}
+    assert sum(f"{WIDE} for 256 rows: needs" in note for note in found.notes) == 3
     # Text that is no table is told as well, and ends nothing.
-    lock.graphs[key] = replace(locked, segments=tuple(replace(one, config="24=fast") for one in locked.segments))
-    assert "names no configurations" in fuse(open_graph(), twins=True, replay=Replay(lock, "here", check)).notes[0]
+    lock.graphs[key] = by("24=fast", locked)
+    assert "names no configurations" in fuse(open_graph(), references=True, replay=Replay(lock, "here", check)).notes[0]
 
 
 @pytest.mark.parametrize("gone", GONE)
-def test_kinds_of_earlier_versions_are_told_and_left_to_the_rules(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_earlier_versions_are_told_and_replaced_by_the_default(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, _, expected = tuned(LINEAR)
     ((key, locked),) = lock.graphs.items()
     lock.choices = {text: replace(one, config=gone) for text, one in lock.choices.items()}
     for config in (gone, format_table({16: gone})):
-        lock.graphs[key] = replace(locked, segments=tuple(replace(one, config=config) for one in locked.segments))
+        lock.graphs[key] = by(config, locked)
         with monkeypatch.context() as patched:
             on_a_gpu(patched)
             found, called = apply(lock)
         assert "by the lock" not in {row.reason for row in found.segments}
         assert called == expected
         assert len(found.notes) == len(locked.segments)
-        assert all("is no configuration; expected" in note and note.endswith("rules decide") for note in found.notes)
+        assert all("is no configuration; expected" in note for note in found.notes)
     # Of a graph that the lock does not have, its choices are asked.
     found, _ = apply(lock, rows=4)
     assert gone not in {row.config for row in found.segments}
@@ -212,19 +230,19 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
 
     for fold in (True, False):
         gm = normed()
-        report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), twins=True, fold=fold)
+        report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), references=True, fold=fold)
         assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
-        lock = Lock("here")
+        lock = ChoiceTable("here", current_versions())
         lock.add([report])
-        lock.write(tmp_path / "model.lock")
+        lock.write_lock(tmp_path / "model.lock")
         lock = read_lock(tmp_path / "model.lock")
         for rows in (3, 4):  # its graph, and one that is not in the lock
             gm = normed(rows)
-            found = fuse(gm, twins=True, replay=Replay(lock, "here", lambda match, config: ""))
+            found = fuse(gm, references=True, replay=Replay(lock, "here", lambda match, config: ""))
             assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
             assert any("weights are folded into GEMMs" in note for note in found.notes) == fold
         gm = normed()
-        fuse(gm, twins=True, replay=Replay(lock, "there", lambda match, config: ""))
+        fuse(gm, references=True, replay=Replay(lock, "there", lambda match, config: ""))
         assert "rms_linear" not in calls(gm)
 
 
@@ -235,8 +253,9 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
         ("", "JSONDecodeError"),
         ("[]", "not a JSON object with an entry 'stof_lock'"),
         ('{"device": "a"}', "not a JSON object with an entry 'stof_lock'"),
-        ('{"stof_lock": 99}', "of version 99, this stof reads version 2"),
-        ('{"stof_lock": 2, "device": "a"}', "does not match its checksum"),
+        ('{"stof_lock": 99}', "of version 99, this stof reads version 3"),
+        ('{"stof_lock": 2, "device": "a"}', "of version 2, this stof reads version 3.* write it anew with"),
+        ('{"stof_lock": 3, "device": "a"}', "does not match its checksum"),
     ],
 )
 def test_locks_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
@@ -249,16 +268,16 @@ def test_locks_that_cannot_be_read(tmp_path: Path, text: str | None, message: st
         CompileOptions.parse({"lock": path})
 
 
-@pytest.mark.parametrize("change", ["scheme", "at", "choices"])
+@pytest.mark.parametrize("change", ["order", "empty", "choices"])
 def test_locks_whose_parts_do_not_fit_are_broken(tmp_path: Path, change: str) -> None:
     path = tmp_path / "model.lock"
-    tuned(LINEAR)[0].write(path)
+    tuned(LINEAR)[0].write_lock(path)
     data = json.loads(path.read_text(encoding="utf-8"))
     (held,) = data["graphs"].values()
-    if change == "scheme":
-        held["scheme"] = "0" * len(held["scheme"])
-    elif change == "at":
-        held["segments"][0]["at"] *= 2
+    if change == "order":
+        held["segments"].reverse()
+    elif change == "empty":
+        held["segments"][0][1] = held["segments"][0][0]
     else:
         data["choices"]["broken"] = {"config": "", "template_us": -1, "inductor_us": 2}
     path.write_text(json.dumps(data), encoding="utf-8")
@@ -271,7 +290,7 @@ def test_locks_whose_parts_do_not_fit_are_broken(tmp_path: Path, change: str) ->
 
 
 def test_a_lock_and_a_search_contradict(tmp_path: Path) -> None:
-    tuned(LINEAR)[0].write(tmp_path / "a.lock")
+    tuned(LINEAR)[0].write_lock(tmp_path / "a.lock")
     with pytest.raises(ArgumentError, match="give one of the two"):
         CompileOptions.parse({"lock": tmp_path / "a.lock", "effort": "quick"})
 
@@ -279,27 +298,34 @@ def test_a_lock_and_a_search_contradict(tmp_path: Path) -> None:
 def test_choices_go_before_rules_and_lead_searches(tmp_path: Path) -> None:
     store = Store(tmp_path, {"device": "My GPU 3"})
     _, report, expected = tuned(NORMS, store)
-    assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3-v2.json"
+    assert choices_path(tmp_path, "My GPU 3").name == "choices-my-gpu-3-v3.json"
     known = known_choices("My GPU 3", tmp_path)
     gm = graph()
-    found = fuse(gm, twins=True, known=known)
+    found = fuse(gm, references=True, known=known)
     assert calls(gm) == expected
     assert {row.reason for row in found.segments if row.template} == {"measured faster before"}
     assert (found.measurements, len(report.choices) > 3) == (0, True)
     slower = {key: TunedConfig(one.config, 9.0, 8.0) for key, one in report.choices.items()}
     gm = graph()
-    found = fuse(gm, twins=True, known=slower.get)
+    found = fuse(gm, references=True, known=slower)
     assert {"linear", "linear_norm"}.isdisjoint(calls(gm))
     assert "us at best before" in found.segments[0].reason
 
 
 def test_packaged_choices_come_after_the_users(tmp_path: Path) -> None:
     ours, theirs = TunedConfig("a", 1.0, 2.0), TunedConfig("b", 3.0, 4.0)
-    update_choices(choices_path(tmp_path / "packaged", "x"), "x", {"one": ours, "two": ours})
-    update_choices(choices_path(tmp_path / "user", "x"), "x", {"two": theirs})
-    known = known_choices("x", tmp_path / "user", tmp_path / "packaged")
-    assert [known(key) for key in ("one", "two", "three")] == [ours, theirs, None]
-    assert known_choices("x", None, tmp_path / "packaged")("two") == ours
+    update_choices(tmp_path / "packaged", "x", {"one": ours, "two": ours})
+    update_choices(tmp_path / "user", "x", {"two": theirs})
+    assert known_choices("x", tmp_path / "user", tmp_path / "packaged") == {"one": ours, "two": theirs}
+    assert known_choices("x", None, tmp_path / "packaged")["two"] == ours
+
+
+def test_choices_of_another_device_are_ignored_with_a_warning(tmp_path: Path) -> None:
+    """Their file may have the same name: `X 1` and `x-1`."""
+    update_choices(tmp_path, "X 1", {"one": TunedConfig("a", 1.0, 2.0)})
+    assert choices_path(tmp_path, "X 1") == choices_path(tmp_path, "x-1")
+    with pytest.warns(UserWarning, match="is ignored: it is of the device 'X 1', not 'x-1'"):
+        assert read_choices(tmp_path, "x-1") == {}
 
 
 @pytest.mark.parametrize(
@@ -307,16 +333,17 @@ def test_packaged_choices_come_after_the_users(tmp_path: Path) -> None:
 )
 def test_choices_of_wrong_values_are_ignored_with_a_warning(tmp_path: Path, value: Any) -> None:
     path = choices_path(tmp_path, "x")
-    write_checked(path, json.dumps({"version": 2, "device": "x", "choices": {"one": value}}))
+    content = {"version": 3, "device": "x", "versions": {}, "choices": {"one": value}, "graphs": {}}
+    write_checked(path, json.dumps(content))
     with pytest.warns(UserWarning, match="is ignored"):
-        assert read_choices(path) == {}
+        assert read_choices(tmp_path, "x") == {}
 
 
 def test_packaged_files_are_whole() -> None:
     for path in DEVICE_DATA.glob("choices-*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))
         assert path == choices_path(DEVICE_DATA, data["device"])
-        assert len(read_choices(path)) == len(data["choices"]) > 0
+        assert len(read_choices(DEVICE_DATA, data["device"])) == len(data["choices"]) > 0
 
 
 def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +358,7 @@ def test_a_search_that_is_killed_has_kept_what_it_measured(tmp_path: Path, monke
     store, dies = Store(tmp_path, {"device": "x"}), Dies(linear=0.5)
     dies.left = 3
     with pytest.raises(KeyboardInterrupt):
-        fuse(graph(), Search(dies, seconds=100, store=store), twins=True)
+        fuse(graph(), Search(dies, seconds=100, store=store), references=True)
     assert len(store.load().segments) >= 2
 
 
@@ -340,19 +367,14 @@ def test_a_second_search_goes_the_same_way_without_measuring(tmp_path: Path) -> 
     store = Store(tmp_path, {"device": "x"})
     _, first, expected = tuned(NORMS, store)
     gm = graph()
-    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), twins=True, known=first.choices.get)
+    again = fuse(gm, Search(Table(linear=0.1), seconds=100, store=store), references=True, known=first.choices)
     assert calls(gm) == expected
     assert (again.measurements, again.segments, again.digest) == (0, first.segments, first.digest)
     # A search that is more thorough starts from there, and goes on.
-    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), twins=True)
+    more = fuse(graph(), Search(NORMS, seconds=100, store=store, per_segment=9), references=True)
     assert more.segments == first.segments
     data = store.load()
-    ((key, result),) = data.results.items()
-    assert result.per_segment == 9
-    # What does not hold any more is searched for again.
-    store.update(Records(results={key: GraphRecord(9, ((0, 2, "gone", ""),))}))
-    anew = fuse(graph(), Search(NORMS, seconds=100, store=store), twins=True)
-    assert anew.segments == first.segments
+    assert set(data.searched.values()) == {9}
 
 
 def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
@@ -363,15 +385,15 @@ def test_times_that_could_not_be_told_are_not_kept(tmp_path: Path) -> None:
             return [math.nan if drowned and config is None else us for config, us in zip(configs, times, strict=True)]
 
     store = Store(tmp_path, {"device": "x"})
-    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), twins=True)
+    first = fuse(graph(), Search(Busy(linear=0.5), seconds=100, store=store), references=True)
     assert not any("gelu" in row.operators and row.template for row in first.segments)
     (note,) = first.notes
     assert note.startswith(f"1 of {first.measurements} times could not be told from other work on the device")
     kept = store.load()  # without a warning
-    assert all(us > 0 for entry in kept.segments.values() for us in entry.times.values())
-    assert kept.results == {}
+    assert all(us > 0 for entry in kept.segments.values() for us in entry.values())
+    assert set(kept.searched) < set(kept.segments), "the graph is not among them"
     # The device is idle again: what could not be told is measured, and what that leads to.
-    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), twins=True)
+    again = fuse(graph(), Search(Table(linear=0.5), seconds=100, store=store), references=True)
     assert 0 < again.measurements < first.measurements
     assert any("gelu" in row.operators and row.template for row in again.segments)
-    assert list(store.load().results.values())
+    assert set(store.load().searched) - set(store.load().segments), "the graph"

@@ -17,7 +17,8 @@ from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure import segment_timer
 from stof.fusion.planner.match import find_matches
 from stof.fusion.records.report import FusionReport
-from stof.fusion.templates import reference, rotary_linear
+from stof.fusion.templates import reference
+from stof.fusion.templates.operators import rotary_linear
 from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import RMSNorm, calls, capture, fuse
 
@@ -200,7 +201,7 @@ def test_a_whole_model(fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = model(**inputs)[0]
         reports: list[FusionReport] = []
         torch._dynamo.reset()
-        out = stof.optimize(model, fold=fold, twins=True, report=reports.append)(**inputs)[0]
+        out = stof.optimize(model, fold=fold, references=True, report=reports.append)(**inputs)[0]
     valid = inputs["attention_mask"].bool()
     torch.testing.assert_close(out[valid], expected[valid], atol=5e-5, rtol=1e-4)
     assert [row.template for row in reports[-1].segments].count(

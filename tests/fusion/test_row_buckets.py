@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import stof
 from stof.errors import ArgumentError
 from stof.fusion import pipeline
 from stof.fusion.graph.operator_recognition import recognize_operators
@@ -63,7 +62,7 @@ def test_text_of_several_configurations() -> None:
         with pytest.raises(ArgumentError, match="names no configurations of buckets"):
             in_bucket(wrong, 16)
     with pytest.raises(ArgumentError, match="is no configuration"):
-        stof.fusion.templates.linear(torch.ones(2, 3), torch.ones(4, 3), None, None, "none", "16=fast")
+        torch.ops.stof.linear(torch.ones(2, 3), torch.ones(4, 3), None, None, "none", "16=fast")
 
 
 @pytest.mark.parametrize(("n", "k"), [(768, 768), (3072, 768), (16384, 2048)])

@@ -12,23 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fusion.repeated_layers import find_layers
-from benchmarks.fusion.search_baselines import OperatorClasses, exhaustive, paper_stage_one, random_search
-from stof.fusion.graph.scheme import Scheme
-from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress, Space, Wanted
-from stof.fusion.planner.two_stage_search import (
-    best_known_scheme,
-    finish_search,
+from benchmarks.fusion.search_baselines import (
+    OperatorClasses,
+    SearchResult,
+    exhaustive,
+    paper_stage_one,
+    paper_stage_two,
+    random_search,
     search_result,
-    stage_one,
-    stage_two,
-    two_stage,
 )
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.planner import two_stage_search
+from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress, Space, Wanted
+from stof.fusion.planner.two_stage_search import best_known_scheme, stage_one, stage_two
 from stof.fusion.records.store import SegmentCandidate
 from tests.examples import examples
 
 # One letter an operator: C and D are compute-intensive.
 Table = dict[str, dict[str, float]]
 INDUCTOR = 10.0
+
+
+def two_stage(meter: MeasurementCache, **options: int) -> SearchResult:
+    return search_result(meter, two_stage_search.two_stage(meter, **options))
 
 
 class Tabled:
@@ -106,7 +112,7 @@ def test_a_slower_template_is_not_taken() -> None:
     stage_one(meter)
     assert best_known_scheme(meter) == tabled.apart()
     assert meter.measured(0, 2) == {None: 20.0, ("Cr", ""): 25.0}
-    assert meter.chosen(Scheme(2)) == {}
+    assert search_result(meter, Scheme(2)).chosen == {}
 
 
 def test_stage_one_measures_one_segment_of_each_kind_the_given_and_the_longest_first() -> None:
@@ -262,12 +268,12 @@ def test_more_is_drawn_where_more_was_gained() -> None:
     scheme = Scheme.from_bits("0011")
     measure_defaults(meter, scheme)
     meter.budget = Budget(measurements=80)
-    stage_two(meter, scheme, sampling="reward")
+    paper_stage_two(meter, scheme)
     drawn = {text: len(meter.measured(start, start + 2)) for text, start in (("Cg", 0), ("Dr", 2))}
     assert drawn["Cg"] > 3 * drawn["Dr"]
 
 
-def test_even_sampling_draws_as_many_for_each_segment_and_none_draws_nothing() -> None:
+def test_as_many_are_drawn_for_each_segment() -> None:
     gaining = {"": 18.0} | {f"{i:03}": 18.0 - 0.01 * i for i in range(200)}
     tabled = Tabled("CgDr", {"Cg": gaining, "Dr": dict.fromkeys(gaining, 18.0)})
     scheme = Scheme.from_bits("0011")
@@ -275,13 +281,9 @@ def test_even_sampling_draws_as_many_for_each_segment_and_none_draws_nothing() -
     def drawn(meter: MeasurementCache) -> list[int]:
         return [len(meter.measured(start, start + 2)) for start in (0, 2)]
 
-    even = MeasurementCache(tabled.space, Budget(measurements=2 * 2 + 9 * 8))
-    stage_two(even, scheme, patience=99, sampling="even")
-    assert drawn(even) == [2 + 9 * 4] * 2
-    none = MeasurementCache(tabled.space, Budget(measurements=80))
-    stage_one(none)
-    finish_search(none, sampling="none")
-    assert drawn(none) == [2, 2]
+    meter = MeasurementCache(tabled.space, Budget(measurements=2 * 2 + 9 * 8))
+    stage_two(meter, scheme, patience=99)
+    assert drawn(meter) == [2 + 9 * 4] * 2
 
 
 def test_nothing_gained_for_two_rounds_ends_the_second_stage() -> None:

@@ -134,7 +134,7 @@ def test_where_no_kernel_serves_nothing_is_measured() -> None:
     assert report.notes == ["no template kernel for cpu"]
 
 
-def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_do_not_try_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 has kernels to measure but none by default: the empty configuration would be the reference."""
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -147,7 +147,7 @@ def test_searches_do_not_try_twins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert TEMPLATES[0].configs(problem, KernelPolicy.REFERENCE) == ["", *(one for one in kernels if one)]
 
 
-def test_times_of_twins_are_kept_apart() -> None:
+def test_times_of_references_are_kept_apart() -> None:
     gm = capture(Model().eval(), torch.randn(2, 3, 8))
     graphs = [
         GraphSpace(recognize_operators(gm.graph), GraphOrder(gm.graph), Table(), policy) for policy in KernelPolicy
@@ -274,7 +274,7 @@ def test_many_operators_in_few_words() -> None:
     assert words(lambda x: x.sin().cos().tan().exp().log()) == "5 operators: sin, cos, tan, exp, ..."
 
 
-def test_every_template_takes_its_twins_arguments() -> None:
+def test_every_template_takes_its_references_arguments() -> None:
     for template in TEMPLATES:
         names = [argument.name for argument in template.operator._schema.arguments]
         twin = template.reference.__code__.co_varnames[: template.reference.__code__.co_argcount]

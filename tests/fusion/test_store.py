@@ -17,24 +17,23 @@ import torch
 
 from stof.fusion.records import store as store_module
 from stof.fusion.records.choices import TunedConfig, choices_path, read_choices, update_choices
-from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store, default_store, segment_key
+from stof.fusion.records.store import Records, Store, default_store, segment_key
 from stof.runtime import files
 from stof.runtime.files import cache_folder, write_checked
 
-RESULT = GraphRecord(3, ((0, 2, "linear", ""), (4, 6, "linear", "64x64x64,4w,4s,tile")))
-ENTRY = SegmentTimes({None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}, 4)
+ENTRY = {None: 3.5, ("linear", ""): 2.0, ("linear", "64x64x32,4w,3s,tile"): math.inf}
 
 
 def test_round_trip_and_merge(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep", {"device": "a"})
     assert store.load() == Records()
-    store.update(Records({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"g": RESULT}))
-    store.update(Records({"one": SegmentTimes({None: 4.0}, 0), "two": SegmentTimes({None: 1.0})}))
+    store.update(Records({"one": ENTRY}, {"race": (1.0, 2.0)}, {"right": "", "wrong": "off by 3"}, {"one": 4, "g": 3}))
+    store.update(Records({"one": {None: 4.0}, "two": {None: 1.0}}, searched={"one": 3, "g": 8}))
     found = Store(tmp_path / "deep", {"device": "a"}).load()
-    assert found.segments["one"] == SegmentTimes(ENTRY.times | {None: 4.0}, 4)
-    assert found.segments["two"] == SegmentTimes({None: 1.0})
+    assert found.segments["one"] == ENTRY | {None: 4.0}
+    assert found.segments["two"] == {None: 1.0}
     assert found.races == {"race": (1.0, 2.0)}
-    assert found.results == {"g": RESULT}
+    assert found.searched == {"one": 4, "g": 8}
     assert found.checks == {"right": "", "wrong": "off by 3"}
     assert Store(tmp_path / "deep", {"device": "b"}).load() == Records()
     assert [file.suffix for file in sorted((tmp_path / "deep").iterdir())] in ([".json"], [".json", ".lock"])
@@ -59,10 +58,10 @@ def test_another_version_is_not_read(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "segments": [{"times": [[None, -1.0]], "per_segment": 0}, {"times": [[["linear"], 1.0]], "per_segment": 0}, {}, 3],
+    "segments": [[[None, -1.0]], [[["linear"], 1.0]], [[None]], 3],
     "races": [[1.0], [0.0, 1.0], [int("9" * 400), 1.0]],
     "checks": [1],
-    "results": [{"per_segment": 3, "segments": [[1, 2]]}],
+    "searched": ["3", None],
 }
 
 
@@ -97,7 +96,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
 def _write_for_ever(folder: Path) -> None:
     for i in itertools.count():
         Store(folder, {}).update(Records({f"{i % 50}": ENTRY}))
-        update_choices(choices_path(folder, "a"), "a", {f"{i % 50}": TunedConfig("", 1.0 + i, 2.0)})
+        update_choices(folder, "a", {f"{i % 50}": TunedConfig("", 1.0 + i, 2.0)})
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.003, 0.01, 0.03, 0.07, 0.11, 0.2])
@@ -113,9 +112,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_store(tmp_path: Path, s
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
     assert store.load().segments["0"] == ENTRY  # a warning would be an error
-    assert read_choices(choices_path(tmp_path, "a"))["0"].inductor_us == 2.0
+    assert read_choices(tmp_path, "a")["0"].inductor_us == 2.0
     store.update(Records({"after": ENTRY}))  # the lock is free, whatever the writer held
-    update_choices(choices_path(tmp_path, "a"), "a", {"after": TunedConfig("", 1.0, 2.0)})
+    update_choices(tmp_path, "a", {"after": TunedConfig("", 1.0, 2.0)})
     assert store.load().segments["after"] == ENTRY
 
 

@@ -14,23 +14,20 @@ from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.fusion.planner.match_rotary import COLUMNS, HEAD_DIMS
-from stof.fusion.templates import (
-    GemmConfig,
-    GemmShape,
-    config_problems,
-    configs,
+from stof.fusion.templates import registry
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import KINDS, GemmConfig, GemmShape, config_problems, default, kind_in
+from stof.fusion.templates.operators import (
     gated_linear,
     linear,
     linear_norm,
     norm_linear,
-    registry,
     rms_gated_linear,
     rms_linear,
 )
-from stof.fusion.templates.gemm_config import KINDS, TEMPLATES, default, kind_in
 
 # Kinds of earlier versions: stores, choices and locks may name them.
-GONE = ("cublas", "128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves")
+GONE = ("cublas", "128x128x64,8w,4s,persistent", "128x256x64,8w,3s,persistent,halves", "128x256x64,5s,together")
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
@@ -136,7 +133,7 @@ def test_refusals() -> None:
 powers = st.sampled_from([16, 32, 64, 128, 256])
 shapes = st.builds(
     GemmShape,
-    template=st.sampled_from(TEMPLATES),
+    template=st.sampled_from([template.name for template in registry.TEMPLATES]),
     m=st.integers(1, 20000),
     n=st.integers(1, 9000),
     k=st.integers(1, 9000),
@@ -173,7 +170,7 @@ def test_text_that_is_none(text: str) -> None:
 
 
 def test_recorded_kinds() -> None:
-    assert [kind_in(text) for text in GONE] == ["cublas", "persistent", "persistent"]
+    assert [kind_in(text) for text in GONE] == ["cublas", "persistent", "persistent", "together"]
     assert kind_in("") == ""
     for kind in KINDS:
         assert kind_in(str(GemmConfig(kind, 64, 64, 64, split=2, group=4))) == kind
@@ -183,8 +180,8 @@ def test_recorded_kinds() -> None:
     ("n", "k", "config", "rows"),
     [
         # A weight of 67 MB: 16.8 MB of rows stay in the L2 while it passes.
-        (8192, 2048, "128x256x64,5s,together", 32),
-        (8192, 2048, "256x128x64,6s,together", 16),
+        (8192, 2048, "128x256x64,5s,cooperative", 32),
+        (8192, 2048, "256x128x64,6s,cooperative", 16),
         (8192, 2048, "128x128x64,5s,pingpong,group4", 4),
         (14336, 4096, "128x128x64,5s,pingpong", 16),
         (14336, 16384, "128x128x64,5s,pingpong", 8),
@@ -261,24 +258,24 @@ def test_reasons() -> None:
     assert "16 bytes" in why("128x128x64,5s,pingpong", aligned=False)
     assert why("128x128x64,6s,pingpong") == "", "the result leaves in pieces"
     assert "shared memory" in why("128x128x64,7s,pingpong")
-    assert "shared memory" in why("256x128x64,7s,together")
+    assert "shared memory" in why("256x128x64,7s,cooperative")
     assert "128 rows" in why("256x128x64,2s,pingpong")
-    assert why("128x192x64,5s,together") == ""
-    assert why("192x128x64,5s,together") == ""
+    assert why("128x192x64,5s,cooperative") == ""
+    assert why("192x128x64,5s,cooperative") == ""
     assert "powers of two" in why("192x128x64,3s,pingpong")
-    assert "no columns on the side" in why("192x192x64,3s,together")
+    assert "no columns on the side" in why("192x192x64,3s,cooperative")
     assert "powers of two" in why("128x192x64,5s,pingpong")
-    assert "number of columns is 192" in why("128x160x64,4s,together")
-    assert "64 or 128 rows" in why("256x192x64,2s,together"), "more products than a consumer's registers hold"
-    assert "powers of two wide" in why("128x192x64,5s,together", template="gated_linear")
-    assert "shared memory" in why("128x192x64,6s,together")
+    assert "number of columns is 192" in why("128x160x64,4s,cooperative")
+    assert "64 or 128 rows" in why("256x192x64,2s,cooperative"), "more products than a consumer's registers hold"
+    assert "powers of two wide" in why("128x192x64,5s,cooperative", template="gated_linear")
+    assert "shared memory" in why("128x192x64,6s,cooperative")
     assert "64 deep" in why("128x128x32,4s,pingpong")
     assert "next step" in why("128x128x64,1s,pingpong")
     assert "64 columns" in why("128x32x64,4s,pingpong")
     assert "64 columns" in why("128x64x64,4s,pingpong", template="gated_linear")
     assert "8.0 and up" in why("64x64x64,4w,3s,tile", (7, 5))
     assert "below each other" in why("128x128x64,4s,pingpong", template="gated_linear", transposed=True)
-    assert "does not rotate" in why("128x128x64,7s,together", head_dim=64, turned=128)
+    assert "does not rotate" in why("128x128x64,7s,cooperative", head_dim=64, turned=128)
     assert "whole heads" in why("128x64x64,5s,pingpong", head_dim=128, turned=128)
     assert "whole heads" in why("128x128x64,5s,pingpong", head_dim=64, turned=192)
     rows = {"template": "rms_linear", "norm": "rms", "activation": "none"}

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, launch, reference
+from stof.fusion.templates import launch, reference
 from stof.fusion.templates.folded_weights import folded
-from stof.fusion.templates.gemm_config import ACTIVATIONS, config_problems
+from stof.fusion.templates.gemm_config import ACTIVATIONS, GemmConfig, config_problems
 from stof.fusion.templates.norms import Norm, normalise
 from stof.testing.oracle import error_budget
 from tests.examples import examples

@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from stof.fusion.measure.parallel_compile import compile_candidates
-from stof.fusion.templates import (
-    GemmConfig,
-    GemmShape,
-    config_problems,
-    configs,
-    gemm_config,
-    launch,
-    reference,
-    tilelang_gemm,
-)
-from stof.fusion.templates.gemm_config import ACTIVATIONS
+from stof.fusion.templates import gemm_config, launch, reference, tilelang_gemm
+from stof.fusion.templates.candidates import configs
+from stof.fusion.templates.gemm_config import ACTIVATIONS, GemmConfig, GemmShape, config_problems
 from tests.fusion.test_segment_timer import segment
 
 TEXT = "16x16x16,4w,2s,tilelang"

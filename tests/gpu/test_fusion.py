@@ -16,16 +16,15 @@ pytest.importorskip("transformers")
 
 import stof
 from stof import masks
-from stof.fusion import templates
 from stof.fusion.graph.operator_recognition import recognize_operators
 from stof.fusion.measure.parallel_compile import compile_candidates
 from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search, fuse
 from stof.fusion.planner import heuristics
 from stof.fusion.planner.match import find_matches
-from stof.fusion.records.lock_file import Lock
+from stof.fusion.records.choices import ChoiceTable, current_versions
 from stof.fusion.records.report import FusionReport
-from stof.fusion.templates import folded_weights
+from stof.fusion.templates import folded_weights, operators
 from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.registry import KernelPolicy
 from tests.fusion.graphs import calls, capture, products
@@ -236,9 +235,9 @@ def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
     torch.compiler.reset()
     with torch.no_grad():
         stof.optimize(module, dynamic=False, effort="quick", budget_s=20, store=tmp_path, report=reports.append)(ids)
-        lock = Lock(torch.cuda.get_device_name())
+        lock = ChoiceTable(torch.cuda.get_device_name(), current_versions())
         lock.add(reports)
-        lock.write(tmp_path / "bert.lock")
+        lock.write_lock(tmp_path / "bert.lock")
         torch.compiler.reset()
         options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}
         stof.optimize(module, dynamic=False, **options)(ids)
@@ -263,12 +262,12 @@ def test_products_without_elements(n: int, shape: tuple[int, ...]) -> None:
     x, residual = torch.randn(shape, device="cuda").half(), torch.randn(*shape[:-1], n, device="cuda").half()
     weight, bias = torch.randn(n, shape[-1], device="cuda").half(), torch.randn(n, device="cuda").half()
     plain = torch.nn.functional.linear(x, weight, bias)
-    assert torch.equal(templates.linear(x, weight, bias, residual, "none", "64x64x64,4w,4s,tile"), plain + residual)
-    h, normed = templates.linear_norm(x, weight, bias, None, None, None, "layer", 1e-5, "")
+    assert torch.equal(operators.linear(x, weight, bias, residual, "none", "64x64x64,4w,4s,tile"), plain + residual)
+    h, normed = operators.linear_norm(x, weight, bias, None, None, None, "layer", 1e-5, "")
     assert torch.equal(h, plain)
     assert normed.shape == h.shape
     factors = torch.ones(shape[:-1], device="cuda")
-    folded = templates.rms_linear(x, factors, torch.ones(shape[-1], device="cuda").half(), weight, bias, "none", "")
+    folded = operators.rms_linear(x, factors, torch.ones(shape[-1], device="cuda").half(), weight, bias, "none", "")
     assert torch.equal(folded, plain)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stof.fusion.templates import GemmConfig, launch, reference
+from stof.fusion.templates import launch, reference
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.norms import Norm
 from tests.fusion.test_templates import (
     HALVES,
@@ -31,14 +32,14 @@ GLUON = (
     "64x256x64,4s,pingpong",
     "64x64x64,3s,pingpong",
     "128x128x64,6s,pingpong",
-    "128x256x64,5s,together",
-    "256x128x64,6s,together",
-    "256x128x64,3s,together,group1",
-    "128x64x64,2s,together",
-    "128x192x64,5s,together",
-    "128x192x64,3s,together,group2",
-    "192x128x64,5s,together",
-    "192x128x64,2s,together,group2",
+    "128x256x64,5s,cooperative",
+    "256x128x64,6s,cooperative",
+    "256x128x64,3s,cooperative,group1",
+    "128x64x64,2s,cooperative",
+    "128x192x64,5s,cooperative",
+    "128x192x64,3s,cooperative,group2",
+    "192x128x64,5s,cooperative",
+    "192x128x64,2s,cooperative,group2",
 )
 
 

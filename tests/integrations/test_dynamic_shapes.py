@@ -55,7 +55,7 @@ def pair(family: str, mask: masks.Mask, layers: int = 2, **options: Any) -> tupl
     stof.integrations.transformers.enable(plain)
     stof.integrations.transformers.sparsify(plain, mask)
     torch._dynamo.reset()
-    return plain, stof.optimize(model, mask=mask, twins=True, **options)
+    return plain, stof.optimize(model, mask=mask, references=True, **options)
 
 
 @pytest.mark.parametrize(("family", "dynamic"), [("llama", True), ("bert", None)])

@@ -37,12 +37,12 @@ def make(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, list[FusionReport]]:
-    """The compiled model's first output, and the reports of its graphs. Twins serve, as kernels would on a GPU."""
+    """The compiled model's first output, and the reports of its graphs. References serve, as kernels would on a GPU."""
     reports: list[FusionReport] = []
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(
-            model, backend=stof_backend, options={"report": reports.append, "twins": True, **options}
+            model, backend=stof_backend, options={"report": reports.append, "references": True, **options}
         )
         return compiled(**inputs)[0], reports
 
@@ -97,7 +97,7 @@ def test_optimised_models_give_the_same_outputs(family: str) -> None:
         expected = model(**inputs)[0]
     reports: list[FusionReport] = []
     torch._dynamo.reset()
-    optimised = stof.optimize(model, report=reports.append, twins=True)
+    optimised = stof.optimize(model, report=reports.append, references=True)
     with torch.inference_mode():
         out = optimised(**inputs)[0]
     # Keys that padding drops may get any value in the rows that stand for padding.
@@ -365,7 +365,7 @@ def test_what_the_rules_choose_takes_part(fastest: str, tmp_path: Path, monkeypa
         ({"effort": "quick", "budget_s": 0}, "positive number of seconds, got 0"),
         ({"budget_s": 3}, "effort 'none' measures nothing"),
         ({"effort": "full", "deterministic": True}, "deterministic=True measures nothing"),
-        ({"twins": "always"}, "twins is True or False, got 'always'"),
+        ({"references": "always"}, "references is True or False, got 'always'"),
         ({"cuda_graphs": 1}, 'cuda_graphs is True, False or "whole", got 1'),
         ({"fold": "norms"}, "fold is True or False, got 'norms'"),
     ],
@@ -377,7 +377,7 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], message: s
 
 def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    options = {"deterministic": True, "twins": True, "report": True}
+    options = {"deterministic": True, "references": True, "report": True}
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU()).eval()
     x = torch.randn(2, 8)
     with torch.no_grad():
@@ -390,7 +390,7 @@ def test_deterministic_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dynamic_lengths_compile_once() -> None:
     model = models.bert(num_hidden_layers=1)
     reports: list[FusionReport] = []
-    options = {"twins": True, "report": reports.append}
+    options = {"references": True, "report": reports.append}
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(model, backend=stof_backend, dynamic=True, options=options)
@@ -408,6 +408,8 @@ def test_unknown_options_are_named() -> None:
         CompileOptions.parse({"speed": 11})
     with pytest.raises(ArgumentError, match="option experimental is removed, leave it out"):
         stof.optimize(torch.nn.Linear(2, 2), experimental=True)
+    with pytest.raises(ArgumentError, match="option twins is removed, give references instead"):
+        stof.optimize(torch.nn.Linear(2, 2), twins=True)
 
 
 def test_modes_are_refused() -> None:
@@ -434,5 +436,5 @@ def test_a_model_whose_whole_calls_are_recorded_is_copied_and_written() -> None:
 def test_options_that_nobody_gave() -> None:
     """By default nothing is measured, told or recorded, and every template is settled."""
     expected = {"effort": "none", "budget_s": None, "cuda_graphs": False, "deterministic": False, "fold": False}
-    expected |= {"twins": False, "report": False, "progress": False, "store": True, "lock": None}
+    expected |= {"references": False, "report": False, "progress": False, "store": True, "lock": None}
     assert {name: value for name, value in vars(CompileOptions()).items() if name in expected} == expected

@@ -43,10 +43,10 @@ def tune(
     store: Annotated[
         Path | None, typer.Option(help="Folder for measurements; the user's cache otherwise.", rich_help_panel=_MODEL)
     ] = None,
-    twins: Annotated[
+    references: Annotated[
         bool,
         typer.Option(
-            "--twins", help="Run templates' PyTorch references where no kernel serves.", rich_help_panel=_MODEL
+            "--references", help="Run templates' PyTorch references where no kernel serves.", rich_help_panel=_MODEL
         ),
     ] = False,
     budget: Annotated[
@@ -99,4 +99,4 @@ def tune(
         raise ArgumentError(
             f"--device, --backward, --measurements and --check tune for a GPU, not for the model {model!r}"
         )
-    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, twins, lock, png, store))
+    tune_model(Wanted(model, batch, length, mask, dtype, effort, budget, fold, references, lock, png, store))

@@ -30,7 +30,7 @@ class Wanted:
     effort: str
     budget: float | None
     fold: bool
-    twins: bool
+    references: bool
     lock: Path | None
     png: Path | None
     store: Path | None
@@ -100,7 +100,7 @@ def tune_model(wanted: Wanted) -> None:
 
     from stof.cli.model_loading import load
     from stof.errors import ArgumentError
-    from stof.fusion.records.lock_file import current_versions, read_lock
+    from stof.fusion.records.choices import current_versions, read_lock
     from stof.tuning.machine import device_name
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -143,8 +143,8 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
         view.say("capturing the model")
         fast: Any = stof.optimize(
             loaded.model, mask=loaded.mask, dynamic=False, cuda_graphs=device.type == "cuda", effort=wanted.effort,
-            budget_s=wanted.budget, fold=wanted.fold, twins=wanted.twins, report=reports.append, progress=view.update,
-            store=wanted.store or True,
+            budget_s=wanted.budget, fold=wanted.fold, references=wanted.references, report=reports.append,
+            progress=view.update, store=wanted.store or True,
         )  # fmt: skip
         with torch.inference_mode():
             fast(*loaded.args, **loaded.kwargs)
@@ -154,19 +154,19 @@ def _search(wanted: Wanted, loaded: Any, device: Any) -> list[FusionReport]:
 
 def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], console: Any) -> None:
     from stof.drawing.tuning import draw_tuning, is_drawable
-    from stof.fusion.records.lock_file import Lock, read_lock
+    from stof.fusion.records.choices import ChoiceTable, current_versions, read_lock
     from stof.tuning.machine import device_name
 
     device_text = device_name(device)
     if wanted.lock is not None:
-        lock = Lock(device_text)
+        lock = ChoiceTable(device_text, current_versions())
         if wanted.lock.exists():
             old = read_lock(wanted.lock)
             # Other shapes stay in the lock if they were tuned on this device with these versions.
             if (old.device, old.versions) == (lock.device, lock.versions):
                 lock = old
         lock.add(reports)
-        lock.write(wanted.lock)
+        lock.write_lock(wanted.lock)
         console.print(f"wrote {wanted.lock}: {len(lock.graphs)} graphs", markup=False)
     if wanted.png is not None:
         if is_drawable(reports):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -31,14 +32,14 @@ from stof.fusion.planner.heuristics import (
     merged_scheme,
     tuning_key,
 )
-from stof.fusion.planner.lock_replay import Replay, lock_known, replayed
+from stof.fusion.planner.lock_replay import Replay, replayed
 from stof.fusion.planner.match import FusionChoice, find_matches, without_kernel
 from stof.fusion.planner.row_bucket_search import by_buckets
 from stof.fusion.planner.search_space import Budget, MeasurementCache, Progress
 from stof.fusion.planner.two_stage_search import two_stage
-from stof.fusion.records.choices import Choices, ConfigLookup, choices_path, update_choices
+from stof.fusion.records.choices import Choices, TunedConfig
 from stof.fusion.records.report import FusionReport, SegmentReport
-from stof.fusion.records.store import GraphRecord, Records, SegmentTimes, Store, segment_key
+from stof.fusion.records.store import Records, Store, segment_key
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.row_buckets import in_bucket
 
@@ -55,7 +56,6 @@ class Search:
         seconds: time budget.
         per_segment: configurations drawn for each segment in a round of stage 2.
         progress: called after each measurement.
-        seed: seed of the draws.
         store: where measurements are read and recorded; None for nowhere.
         compiler: compiles candidates before they are measured; None compiles each one when it is measured.
     """
@@ -64,7 +64,6 @@ class Search:
     seconds: float
     per_segment: int = 4
     progress: Callable[[Progress], object] | None = None
-    seed: int = 0
     store: Store | None = None
     compiler: ParallelCompiler | None = None
 
@@ -73,9 +72,9 @@ def fuse(
     gm: fx.GraphModule,
     search: Search | None = None,
     *,
-    twins: bool = False,
+    references: bool = False,
     fold: bool = False,
-    known: ConfigLookup = lambda text: None,
+    known: Mapping[str, TunedConfig] = MappingProxyType({}),
     replay: Replay | None = None,
 ) -> FusionReport:
     """Lower `gm` in place where that is safe; the report says what is left to Inductor, and why.
@@ -84,12 +83,14 @@ def fuse(
 
     Args:
         search: measures candidates; without a search or a lock, heuristics decide.
-        twins: match templates where they have no kernel as well, and run their PyTorch references.
+        references: match templates where they have no kernel as well, and run their PyTorch references.
         fold: fold weights of RMSNorms into the GEMMs after them; a lock may ask for it as well.
-        known: looks up recorded times, for the heuristics.
+        known: recorded times, for the heuristics.
         replay: a lock whose choices are reproduced.
     """
-    policy = KernelPolicy.REFERENCE if twins else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
+    policy = (
+        KernelPolicy.REFERENCE if references else KernelPolicy.KERNELS if search or replay else KernelPolicy.DEFAULTS
+    )
     report = FusionReport()
     reason = skip_reason(gm.graph)
     if reason:
@@ -107,25 +108,24 @@ def fuse(
     operators = [replace(o, foldable=report.fold) if o.kind in NORMS else o for o in operators]
     report.notes += [f"no template kernel for {what}" for what in without_kernel(operators, policy)]
     timer, compiler = (search.time_match, search.compiler) if search is not None else (None, None)
+    known = known if replay is None else replay.known(known)
     graph = GraphSpace(operators, order, timer, policy, compiler, known)
     meter: MeasurementCache | None = None
-    if replay is not None:
-        chosen = replayed(graph, replay, report)
-    else:
+    chosen = None if replay is None else replayed(graph, replay, report)
+    if chosen is None:
         chosen = heuristic_choices(operators, order, policy, known)
     if search is not None:
-        meter = _meter(graph, search)
-        remembered = _remembered(graph, meter, search, report)
-        chosen = _searched(graph, meter, chosen, search, report) if remembered is None else remembered
+        # Of the graph and its template matches, which depend on this package's version.
+        key = segment_key((report.graph, policy.name, sorted(map(segment_key, graph.matched_keys()))))
+        meter = _meter(graph, search, key)
+        chosen = _searched(graph, meter, chosen, search, report)
         report.choices = graph.choices(meter.measured)
-        if remembered is None:
-            _keep(meter, search, report.choices, _results(graph, meter, search, report, chosen))
+        _keep(meter, search, key, report.choices)
     chosen = _without_visible_strides(gm, chosen, report)
     report.used = {tuning_key(choice.match, policy): choice.config for choice in chosen.values()}
     scheme = merged_scheme(operators, [_range(start, choice) for start, choice in chosen.items()])
     report.scheme, report.digest = scheme.bits, scheme.digest(operators)
-    look_up = known if replay is None else lock_known(graph, replay.lock)
-    report.segments = [_row(graph, segment, chosen.get(segment.start), meter, look_up) for segment in scheme.segments]
+    report.segments = [_row(graph, segment, chosen.get(segment.start), meter) for segment in scheme.segments]
     if chosen:
         _apply(gm, list(chosen.values()), report)
     # Last, so that graph keys and choices do not depend on the GPU.
@@ -152,17 +152,16 @@ def _range(start: int, choice: FusionChoice) -> range:
     return range(start, start + len(choice.match.operators))
 
 
-def _meter(graph: GraphSpace, search: Search) -> MeasurementCache:
-    """Return a measurement cache that reads the store, and writes to it while the search runs: it may be killed."""
-    space, budget = graph.space(), Budget(search.seconds)
-    if search.store is None:
-        return MeasurementCache(space, budget, search.progress)
-    held = search.store.load().segments
-    done = [
-        key
-        for key in graph.matched_keys()
-        if held.get(segment_key(key), SegmentTimes()).per_segment >= search.per_segment
-    ]
+def _meter(graph: GraphSpace, search: Search, graph_key: str) -> MeasurementCache:
+    """Return a measurement cache that reads the store, and writes to it while the search runs: it may be killed.
+
+    An equally thorough search of this graph that came to its end has left nothing to measure.
+    """
+    held = search.store.load() if search.store is not None else Records()
+
+    def done(key: str) -> bool:
+        return held.searched.get(key, 0) >= search.per_segment
+
     kept = time.monotonic()
 
     def progress(step: Progress) -> None:
@@ -170,58 +169,28 @@ def _meter(graph: GraphSpace, search: Search) -> MeasurementCache:
         if search.progress is not None:
             search.progress(step)
         if time.monotonic() - kept > _KEEP_EVERY:
-            _keep(meter, search, {}, {})
+            _keep(meter, search)
             kept = time.monotonic()
 
+    budget = Budget(measurements=0) if done(graph_key) else Budget(search.seconds)
+    finished = [key for key in graph.matched_keys() if done(segment_key(key))]
     meter = MeasurementCache(
-        space, budget, progress, lambda key: held.get(segment_key(key), SegmentTimes()).times, done
+        graph.space(), budget, progress, lambda key: held.segments.get(segment_key(key), {}), finished
     )
     return meter
 
 
-def _remembered(
-    graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport
-) -> dict[int, FusionChoice] | None:
-    """Return the choices of an earlier, equally thorough search of this graph; None if no such record is valid."""
-    record = search.store.load().results.get(_graph_key(graph, report)) if search.store is not None else None
-    if record is None or record.per_segment < search.per_segment:
-        return None
-    chosen: dict[int, FusionChoice] = {}
-    for start, stop, name, config in record.segments:
-        match = graph.matches(start, stop).get(name) if stop <= len(graph.operators) else None
-        times = meter.measured(start, stop) if match is not None else {}
-        if match is None or None not in times or (name, in_bucket(config, match.problem.shape.m)) not in times:
-            return None
-        chosen[start] = FusionChoice(match, config, "measured faster")
-    return chosen
-
-
-def _results(
-    graph: GraphSpace, meter: MeasurementCache, search: Search, report: FusionReport, chosen: dict[int, FusionChoice]
-) -> dict[str, GraphRecord]:
-    if meter.exhausted or meter.noisy or not any(meter.times.values()):
-        return {}
-    segments = ((at, at + len(c.match.operators), c.match.template.name, c.config) for at, c in chosen.items())
-    return {_graph_key(graph, report): GraphRecord(search.per_segment, tuple(segments))}
-
-
-def _graph_key(graph: GraphSpace, report: FusionReport) -> str:
-    """Return the key of a search result: the graph, and its template matches."""
-    return segment_key((report.graph, graph.policy.name, sorted(map(segment_key, graph.matched_keys()))))
-
-
-def _keep(meter: MeasurementCache, search: Search, choices: Choices, results: dict[str, GraphRecord]) -> None:
-    """Write measurements and the search result to the store."""
-    if search.store is None or not (meter.measurements or results):
+def _keep(meter: MeasurementCache, search: Search, graph_key: str = "", choices: Choices | None = None) -> None:
+    """Write measurements to the store, and at the end of a search (`graph_key`) what it came to."""
+    if search.store is None or meter.budget.measurements == 0:
         return
-    entries = {
-        segment_key(key): SegmentTimes(times, search.per_segment if key in meter.searched else 0)
-        for key, times in meter.certain().items()
-        if times
-    }
-    search.store.update(Records(entries, results=results))
-    device = search.store.environment["device"]
-    update_choices(choices_path(search.store.folder, device), device, choices)
+    times = {segment_key(key): times for key, times in meter.certain().items() if times}
+    finished = {*map(segment_key, meter.searched)}
+    if graph_key and times and not meter.exhausted and not meter.noisy:
+        finished.add(graph_key)
+    if times:
+        search.store.update(Records(times, searched=dict.fromkeys(finished, search.per_segment)))
+    search.store.update_choices(choices or {})
 
 
 def _searched(
@@ -229,15 +198,15 @@ def _searched(
 ) -> dict[int, FusionChoice]:
     """Run the search and return its choices."""
     first = [_range(place, choice) for place, choice in initial.items()]
-    searched = two_stage(meter, first, per_segment=search.per_segment, seed=search.seed)
-    stops = {segment.start: segment.stop for segment in searched.scheme.segments}
-    chosen = {
-        place: FusionChoice(graph.matches(place, stops[place])[name], config, "measured faster")
-        for place, (name, config) in searched.chosen.items()
-    }
-    chosen = by_buckets(graph, meter, chosen, per_segment=search.per_segment, seed=search.seed)
+    chosen: dict[int, FusionChoice] = {}
+    for at in two_stage(meter, first, per_segment=search.per_segment).segments:
+        best, _ = meter.best(at.start, at.stop)
+        if best is not None:
+            name, config = best
+            chosen[at.start] = FusionChoice(graph.matches(at.start, at.stop)[name], config, "measured faster")
+    chosen = by_buckets(graph, meter, chosen, search.per_segment)
     report.measurements = meter.measurements
-    if meter.exhausted:
+    if meter.exhausted and meter.budget.measurements:
         report.notes.append(f"the budget of {search.seconds:g} s was spent after {meter.measurements} measurements")
     if meter.noisy:
         report.notes.append(
@@ -249,32 +218,32 @@ def _searched(
 
 
 def _row(
-    graph: GraphSpace, segment: range, choice: FusionChoice | None, meter: MeasurementCache | None, known: ConfigLookup
+    graph: GraphSpace, segment: range, choice: FusionChoice | None, meter: MeasurementCache | None
 ) -> SegmentReport:
     text = graph.label(segment.start, segment.stop)
     if choice is None:
-        why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter, known)))
+        why = "; ".join(dict.fromkeys(_why_not(graph, segment, meter)))
         taken = meter.measured(segment.start, segment.stop).get(None) if meter is not None else None
         ours = [operator.is_stof_attention for operator in graph.operators[segment.start : segment.stop]]
         rest = "stof attention" if all(ours) else "Inductor, stof attention" if any(ours) else "Inductor"
-        return SegmentReport(text, "", "", why, _finite(taken), rest=rest, start=segment.start)
+        return SegmentReport(text, "", "", why, _finite(taken), rest=rest)
     inductor_us = template_us = None
     name, config = choice.match.template.name, in_bucket(choice.config, choice.match.problem.shape.m)
     if meter is not None:
         times = meter.measured(segment.start, segment.stop)
         inductor_us, template_us = times[None], times[name, config]
     else:
-        tuned = known(tuning_key(choice.match, graph.policy))
+        tuned = graph.known.get(tuning_key(choice.match, graph.policy))
         if tuned is not None and tuned.config == config:
             inductor_us, template_us = tuned.inductor_us, tuned.template_us
-    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us, start=segment.start)
+    return SegmentReport(text, name, choice.config, choice.why, inductor_us, template_us)
 
 
 def _finite(us: float | None) -> float | None:
     return us if us is not None and us < math.inf else None
 
 
-def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, known: ConfigLookup) -> Iterator[str]:
+def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None) -> Iterator[str]:
     """Yield why templates that match parts of a segment, or nearly do, do not compute them."""
     for start in segment:
         for stop in range(start + 2, min(start + MAX_OPS, segment.stop) + 1):
@@ -284,7 +253,7 @@ def _why_not(graph: GraphSpace, segment: range, meter: MeasurementCache | None, 
                 part = "" if len(segment) == stop - start else f"{graph.label(start, stop)} by "
                 name = part + match.template.name
                 if meter is None:
-                    tuned = known(tuning_key(match, graph.policy))
+                    tuned = graph.known.get(tuning_key(match, graph.policy))
                     if tuned is not None and not tuned.pays:
                         yield f"{name}: {tuned.template_us:.1f} us at best before, Inductor {tuned.inductor_us:.1f} us"
                     elif tuned is None and not is_profitable(match, first_reader(match, graph.operators[stop:])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -20,9 +21,10 @@ class GraphOrder:
         self.place = {node: place for place, node in enumerate(graph.nodes)}
         self.writes = [place for node, place in self.place.items() if mutates_floats(node)]
 
-    def writes_between(self, first: int, last: int) -> bool:
-        """Whether a node between two positions may write to a floating-point tensor; segments read no others."""
-        return any(first <= place <= last for place in self.writes)
+    def writes_among(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether a node from the first to the last of some may write to a floating-point tensor."""
+        places = [self.place[node] for node in nodes]
+        return any(min(places) <= place <= max(places) for place in self.writes)
 
 
 def mutates(node: fx.Node) -> bool:

@@ -161,24 +161,10 @@ RMS_NORM_PLAIN = Cast(_SCALED)
 
 _HALF = _call("mul", 0.5, _X)
 # Both forms of Hendrycks & Gimpel 2016 as models spell them out.
-GELU_TANH = _call(
-    "mul",
-    _HALF,
-    _call(
-        "add",
-        1.0,
-        _call(
-            "tanh",
-            _call("mul", math.sqrt(2 / math.pi), _call("add", _X, _call("mul", 0.044715, _call("pow", _X, 3)))),
-        ),
-    ),
-)
+_U = _call("mul", math.sqrt(2 / math.pi), _call("add", _X, _call("mul", 0.044715, _call("pow", _X, 3))))
+GELU_TANH = _call("mul", _HALF, _call("add", 1.0, _call("tanh", _U)))
 _ERF = _call("erf", Either(_call("truediv", _X, math.sqrt(2)), _call("mul", _X, math.sqrt(0.5))))
 GELU_ERF = _call("mul", _HALF, _call("add", 1.0, _ERF))
 
 # `x * cos + cat(-x[half:], x[:half]) * sin` (Su et al. 2021, equation 34); the halves are checked by the caller.
-ROTARY = _call(
-    "add",
-    _call("mul", _X, Var("cos")),
-    _call("mul", Var("rotated"), Var("sin")),
-)
+ROTARY = _call("add", _call("mul", _X, Var("cos")), _call("mul", Var("rotated"), Var("sin")))

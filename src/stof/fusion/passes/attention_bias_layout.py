@@ -31,14 +31,8 @@ def unreadable_biases(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         if op_name(node) in ATTENTION_OPERATORS and _scattered(node):
             readers.setdefault(argument(node, 4, "bias"), []).append(node)
-    return {bias: nodes for bias, nodes in readers.items() if not _written(graph, bias, nodes)}
-
-
-def _written(graph: fx.Graph, bias: fx.Node, nodes: list[fx.Node]) -> bool:
-    """Whether something is written to a tensor from where a bias is made to where it is read last."""
     order = GraphOrder(graph)
-    places = [order.place[node] for node in (bias, *nodes)]
-    return order.writes_between(min(places), max(places))
+    return {bias: nodes for bias, nodes in readers.items() if not order.writes_among((bias, *nodes))}
 
 
 def materialize_biases(graph: fx.Graph, readers: dict[fx.Node, list[fx.Node]]) -> int:

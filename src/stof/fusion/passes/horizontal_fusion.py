@@ -124,18 +124,13 @@ def _runs(order: GraphOrder, parts: Iterable[_Part]) -> list[list[_Part]]:
             if runs[-1] and not runs[-1][-1].precedes(part):
                 runs.append([])
             runs[-1].append(part)
-    return [run for run in runs if len(run) > 1 and not _is_written_between(order, run)]
+    return [run for run in runs if len(run) > 1 and not order.writes_among(part.node for part in run)]
 
 
 def _memory(node: fx.Node) -> tuple[Any, ...]:
     """What parameters of one GEMM have in common: memory, dtype, the size of a row, and what they are rows of."""
     value, rows = _value(node), _rows(node)
     return storage_id(value), value.dtype, value.shape[1:], rows and rows[0]
-
-
-def _is_written_between(order: GraphOrder, run: list[_Part]) -> bool:
-    places = [order.place[part.node] for part in run]
-    return order.writes_between(min(places), max(places))
 
 
 def _slices(run: list[_Part]) -> dict[fx.Node, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from stof.fusion.graph.operators import Operator, in_words
 from stof.fusion.planner.heuristics import MAX_OPS, tuning_key
 from stof.fusion.planner.match import TemplateMatch, find_matches, insertion_point
 from stof.fusion.planner.search_space import Space, Wanted
-from stof.fusion.records.choices import Choices, ConfigLookup, TunedConfig
+from stof.fusion.records.choices import Choices, TunedConfig
 from stof.fusion.records.store import SegmentCandidate
 from stof.fusion.templates.gemm_config import GemmConfig, kind_in
 from stof.fusion.templates.registry import KernelPolicy
@@ -47,7 +47,7 @@ class GraphSpace:
     time_match: MatchTimer | None
     policy: KernelPolicy = KernelPolicy.KERNELS
     compiler: ParallelCompiler | None = None
-    known: ConfigLookup = lambda bucket: None
+    known: Mapping[str, TunedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.signatures = [operator.signature() for operator in self.operators]
@@ -77,7 +77,8 @@ class GraphSpace:
         return candidates
 
     def _configs(self, match: TemplateMatch) -> list[str]:
-        configs, tuned = match.template.configs(match.problem, self.policy), self.known(tuning_key(match, self.policy))
+        configs = match.template.configs(match.problem, self.policy)
+        tuned = self.known.get(tuning_key(match, self.policy))
         if tuned is None:
             return configs
         first = match.template.as_candidate(match.problem, tuned.config)
@@ -94,7 +95,8 @@ class GraphSpace:
                 if tried:
                     best = min(tried, key=tried.__getitem__)
                     config = match.template.as_recorded(match.problem, best)
-                    choices[tuning_key(match, self.policy)] = TunedConfig(config, tried[best], taken[None])
+                    us = (float(f"{time:.4g}") for time in (tried[best], taken[None]))  # files are compared by eye
+                    choices[tuning_key(match, self.policy)] = TunedConfig(config, *us)
         return choices
 
     def _segments(self) -> list[tuple[int, int]]:
@@ -109,9 +111,9 @@ class GraphSpace:
             key = self._keys[start, stop] = (tuple(self.signatures[start:stop]), problems, self.policy.name)
         return key
 
-    def bucket_key(self, start: int, stop: int, match: TemplateMatch) -> Hashable:
-        """The key that a graph of fixed sizes would have for a segment, at a match's sizes."""
-        signatures = tuple(operator.signature(match.at) for operator in self.operators[start:stop])
+    def match_key(self, match: TemplateMatch) -> Hashable:
+        """Return a key equal for matches that compute the same at their sizes, whether the graph leaves sizes open."""
+        signatures = tuple(operator.signature(match.at) for operator in match.operators)
         return signatures, (match.problem.text(),), self.policy.name
 
     def matched_keys(self) -> set[Hashable]:
@@ -165,10 +167,5 @@ class GraphSpace:
             self.prepare,
             self.floor,
             self.label,
-            kind_of,
+            lambda candidate: kind_in(candidate[1]),
         )
-
-
-def kind_of(candidate: SegmentCandidate) -> str:
-    """The kind of kernel that a candidate's configuration names; "" for a default."""
-    return kind_in(candidate[1])

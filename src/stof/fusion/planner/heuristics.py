@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 from torch import fx
 
@@ -12,7 +13,7 @@ from stof.fusion.graph.operators import NORMS, Kind, Operator
 from stof.fusion.graph.scheme import MAX_COMPUTE_INTENSIVE, Scheme
 from stof.fusion.graph.symbolic_shapes import size_hint
 from stof.fusion.planner.match import FusionChoice, TemplateMatch, find_matches, insertion_point
-from stof.fusion.records.choices import ConfigLookup, TunedConfig
+from stof.fusion.records.choices import TunedConfig
 from stof.fusion.templates.gemm_config import GemmShape
 from stof.fusion.templates.registry import KernelPolicy
 from stof.fusion.templates.row_buckets import bucket_of, format_table
@@ -88,50 +89,44 @@ def heuristic_choices(
     operators: Sequence[Operator],
     order: GraphOrder,
     policy: KernelPolicy,
-    known: ConfigLookup = lambda text: None,
-    within: Sequence[range] | None = None,
+    known: Mapping[str, TunedConfig] = MappingProxyType({}),
 ) -> dict[int, FusionChoice]:
     """Return choices by the first operator of their segments: from the left, the longest profitable segment.
 
     A GEMM alone is a segment too; unless it is latency-bound, a template saves nothing there. Recorded times (`known`)
     decide before estimates: the segment that saves most is chosen, even over one that begins earlier, and a segment
     that saves nothing is not chosen.
-
-    Args:
-        within: ranges of operators to look at; None for all.
     """
     chosen: dict[int, FusionChoice] = {}
-    for stretch in [range(len(operators))] if within is None else within:
-        at = stretch.start
-        while at < stretch.stop:
-            choice, saved = _choice_at(operators, range(at, stretch.stop), order, policy, known)
-            end = at + 1 if choice is None else at + len(choice.match.operators)
-            later = (_choice_at(operators, range(o, stretch.stop), order, policy, known) for o in range(at + 1, end))
-            if choice is None or (saved and any(more > saved for _, more in later)):
-                at += 1
-            else:
-                chosen[at] = choice
-                at = end
+    at = 0
+    while at < len(operators):
+        choice, saved = _choice_at(operators, at, order, policy, known)
+        end = at + 1 if choice is None else at + len(choice.match.operators)
+        later = (_choice_at(operators, other, order, policy, known) for other in range(at + 1, end))
+        if choice is None or (saved and any(more > saved for _, more in later)):
+            at += 1
+        else:
+            chosen[at] = choice
+            at = end
     return chosen
 
 
 def _choice_at(
-    operators: Sequence[Operator], rest: range, order: GraphOrder, policy: KernelPolicy, known: ConfigLookup
+    operators: Sequence[Operator], at: int, order: GraphOrder, policy: KernelPolicy, known: Mapping[str, TunedConfig]
 ) -> tuple[FusionChoice | None, float]:
-    """Return the choice for a segment that begins where `rest` does and ends within it.
+    """Return the choice for a segment that begins at an operator.
 
     The second value is the measured saving in microseconds, 0 without measurements.
     """
-    at = rest.start
     by_rule: FusionChoice | None = None
     measured: FusionChoice | None = None
     saved = 0.0
-    for length in range(min(MAX_OPS, len(rest)), 0, -1):
+    for length in range(min(MAX_OPS, len(operators) - at), 0, -1):
         for match in find_matches(operators[at : at + length], policy)[0]:
             if not isinstance(insertion_point(order, match), fx.Node):
                 continue
             following = first_reader(match, operators[at + length :])
-            tuned, configs = known(tuning_key(match, policy)), match.template.configs(match.problem, policy)
+            tuned, configs = known.get(tuning_key(match, policy)), match.template.configs(match.problem, policy)
             if tuned is not None and match.template.as_candidate(match.problem, tuned.config) in configs:
                 if _saved_us(match, tuned, following) > saved:
                     # The times hold for this bucket of rows alone.
@@ -148,7 +143,7 @@ def _choice_at(
 
 def tuning_key(match: TemplateMatch, policy: KernelPolicy) -> str:
     """Return the text under which times of a match are recorded; PyTorch references have texts of their own."""
-    return match.problem.bucket + (" twins" if policy is KernelPolicy.REFERENCE else "")
+    return match.problem.bucket + (" references" if policy is KernelPolicy.REFERENCE else "")
 
 
 def merged_scheme(operators: Sequence[Operator], chosen: Iterable[range]) -> Scheme:

@@ -133,8 +133,7 @@ def insertion_point(order: GraphOrder, match: TemplateMatch) -> fx.Node | Refusa
     sources = [node for node in match.arguments.values() if isinstance(node, fx.Node)]
     if any(order.place[source] >= order.place[spot] for source in sources):
         return Refusal("a value of the segment is used before all it reads is there")
-    places = [order.place[node] for node in (*match.covered_nodes, spot)]
-    if order.writes_between(min(places), max(places)):
+    if order.writes_among((*match.covered_nodes, spot)):
         return Refusal("the graph writes to a tensor in place amid the segment")
     return spot
 

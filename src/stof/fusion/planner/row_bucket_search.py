@@ -29,7 +29,7 @@ def buckets_around(rows: int) -> list[int]:
 
 
 def by_buckets(
-    graph: GraphSpace, meter: MeasurementCache, chosen: Mapping[int, FusionChoice], *, per_segment: int, seed: int
+    graph: GraphSpace, meter: MeasurementCache, chosen: Mapping[int, FusionChoice], per_segment: int
 ) -> dict[int, FusionChoice]:
     """Choices whose configuration depends on the bucket of the rows, where the graph leaves their number open.
 
@@ -46,7 +46,7 @@ def by_buckets(
         for start, table in tables.items():
             match = chosen[start].match.in_bucket(bucket)
             if match is not None and bucket not in table:
-                best = _fastest(graph, meter, start, match, chosen[start].config, per_segment, seed)
+                best = _fastest(graph, meter, match, chosen[start].config, per_segment)
                 table |= {} if best is None else {bucket: best}
     return {
         start: replace(choice, config=format_table(tables[start])) if start in tables else choice
@@ -55,19 +55,13 @@ def by_buckets(
 
 
 def _fastest(
-    graph: GraphSpace,
-    meter: MeasurementCache,
-    start: int,
-    match: TemplateMatch,
-    usual: str,
-    per_segment: int,
-    seed: int,
+    graph: GraphSpace, meter: MeasurementCache, match: TemplateMatch, usual: str, per_segment: int
 ) -> str | None:
     """The fastest configuration of a match at its sizes; None when nothing has been measured."""
-    key = graph.bucket_key(start, start + len(match.operators), match)
+    key = graph.match_key(match)
     listed = match.template.configs(match.problem, graph.policy)
     # Equal draws in every process: what was measured in one is found by the next.
-    chance = random.Random(f"{seed} {segment_key(key)}")
+    chance = random.Random(segment_key(key))
     first = [config for config in dict.fromkeys((*listed[:1], usual)) if config in listed]
     others = [config for config in listed if config not in first]
     draws = [*first, *chance.sample(others, min(per_segment, len(others)))]

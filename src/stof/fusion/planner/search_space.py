@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stof.fusion.graph.scheme import Scheme
 from stof.fusion.records.store import SegmentCandidate
 
 # Start and stop of a segment, and candidates; None is Inductor's code.
@@ -186,17 +185,16 @@ class MeasurementCache:
         fastest = min(known, key=lambda candidate: (known[candidate], candidate is not None), default=None)
         return (fastest, known[fastest]) if known and inductor < math.inf else (None, inductor)
 
-    def gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
+    def gain(self, start: int, stop: int) -> float:
         """Microseconds that a template saves in a segment, 0 when none covers it or is faster.
 
-        Measure Inductor's code and each template's first candidate if they have no time. While no other was tried, the
-        best of these counts times `tuned_fraction`: what tuning is expected to bring it down to.
+        Measure Inductor's code and each template's first candidate if they have no time.
         """
         first = self.first_candidates(start, stop)
         if not first:
             return 0.0
         self.measure(start, stop, (None, *first))
-        return self.known_gain(start, stop, tuned_fraction)
+        return self.known_gain(start, stop)
 
     def first_candidates(self, start: int, stop: int) -> list[SegmentCandidate]:
         """Return the first candidate of each template of a segment."""
@@ -206,7 +204,11 @@ class MeasurementCache:
         return list(of_template.values())
 
     def known_gain(self, start: int, stop: int, tuned_fraction: float = 1.0) -> float:
-        """Return `gain` from the times so far, without measuring."""
+        """Return `gain` from the times so far, without measuring.
+
+        While no candidate but the first ones was tried, the best of these counts times `tuned_fraction`: what tuning is
+        expected to bring it down to.
+        """
         candidates = self.space.candidates(start, stop)
         if not candidates:
             return 0.0
@@ -216,8 +218,3 @@ class MeasurementCache:
             return 0.0
         untuned = len(tried) <= len(self.first_candidates(start, stop)) < len(candidates)
         return max(0.0, known[None] - min(tried) * (tuned_fraction if untuned else 1.0))
-
-    def chosen(self, scheme: Scheme) -> dict[int, SegmentCandidate]:
-        """The candidates that are faster than Inductor's code, by the first operator of their segments."""
-        fastest = {segment.start: self.best(segment.start, segment.stop)[0] for segment in scheme.segments}
-        return {start: best for start, best in fastest.items() if best is not None}

@@ -4,17 +4,15 @@ Stage 1 measures each distinct segment in its first configurations; dynamic prog
 Stage 2 samples configurations of that scheme's segments, those with the lowest bound on their time first.
 
 After "Accelerating Sparse Transformer Inference on GPU" (arXiv 2506.06095), section on the search engine. The paper's
-stage 1 is a local search over boundaries (`benchmarks/fusion/search_baselines.py`), which can stop in a local optimum,
-and its stage 2 draws in proportion to gains (`sampling="reward"`).
+stage 1 is a local search over boundaries, which can stop in a local optimum, and its stage 2 draws in proportion to
+gains, which is no better in the mean of six models (docs/paper.md); `benchmarks/fusion/search_baselines.py` has both.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
 from stof.fusion.graph.scheme import Scheme
 from stof.fusion.planner.search_space import MeasurementCache, Space
@@ -22,19 +20,6 @@ from stof.fusion.records.store import SegmentCandidate
 
 # Stage 2's scheme counts a segment's first configurations at this share of its time, since tuning may speed it up.
 TUNED_FRACTION = 0.8
-# How stage 2 divides its draws among segments: "none", no draws; "even", as many for each; "reward", in proportion to
-# the gains of the last round, as the paper does: no better in the mean of six models (docs/paper.md).
-Sampling = Literal["none", "even", "reward"]
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """A search's result: the scheme, what computes its segments, microseconds saved, measurements taken."""
-
-    scheme: Scheme
-    chosen: dict[int, SegmentCandidate]
-    saved_us: float
-    measurements: int
 
 
 def two_stage(
@@ -43,14 +28,15 @@ def two_stage(
     *,
     per_segment: int = 4,
     seed: int = 0,
-) -> SearchResult:
-    """Stage 1, then stage 2 on what it found. `first`: segments to measure before others.
+) -> Scheme:
+    """Stage 1, then stage 2 on what it found; return the best scheme. `first`: segments to measure before others.
 
     After each stage the segments measured so far are put together in the best way, which costs no measurement:
     configurations found late may reverse a choice made early.
     """
     stage_one(meter, first)
-    return finish_search(meter, per_segment=per_segment, seed=seed)
+    stage_two(meter, best_known_scheme(meter, tuned_fraction=TUNED_FRACTION), per_segment=per_segment, seed=seed)
+    return best_known_scheme(meter)
 
 
 def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:
@@ -64,16 +50,6 @@ def stage_one(meter: MeasurementCache, first: Iterable[range] = ()) -> None:
     meter.prepare((start, stop, meter.first_candidates(start, stop)) for start, stop in covered)
     for start, stop in covered:
         meter.gain(start, stop)
-
-
-def finish_search(
-    meter: MeasurementCache, *, per_segment: int = 4, seed: int = 0, sampling: Sampling = "even"
-) -> SearchResult:
-    """Choose a scheme from what was measured, run stage 2 on it unless `sampling` is "none", return the result."""
-    if sampling != "none":
-        scheme = best_known_scheme(meter, tuned_fraction=TUNED_FRACTION)
-        stage_two(meter, scheme, per_segment=per_segment, seed=seed, sampling=sampling)
-    return search_result(meter, best_known_scheme(meter))
 
 
 def _covered(space: Space) -> Iterator[tuple[int, int]]:
@@ -107,61 +83,53 @@ def best_known_scheme(meter: MeasurementCache, tuned_fraction: float = 1.0) -> S
     return Scheme.of(space.size, edges)
 
 
-def search_result(meter: MeasurementCache, scheme: Scheme) -> SearchResult:
-    """A scheme with the best of what has been measured so far."""
-    saved = sum(meter.known_gain(segment.start, segment.stop) for segment in scheme.segments)
-    return SearchResult(scheme, meter.chosen(scheme), saved, meter.measurements)
+class Draws:
+    """Draws configurations of a scheme's distinct segments, without replacement, and measures them.
+
+    `_drawn` gives the order, but the fastest configuration of one segment comes first in the others: GEMMs of a model
+    are alike. `segments` are those with something left to draw, by key; those in `meter.searched` have nothing.
+    """
+
+    def __init__(self, meter: MeasurementCache, scheme: Scheme, seed: int) -> None:
+        space, chance = meter.space, random.Random(seed)
+        self.meter = meter
+        self.segments: dict[Hashable, range] = {}
+        for segment in scheme.segments:
+            key = space.key(segment.start, segment.stop)
+            if space.candidates(segment.start, segment.stop) and key not in meter.searched:
+                self.segments.setdefault(key, segment)
+        self._queues = {key: _drawn(space, s.start, s.stop, chance) for key, s in self.segments.items()}
+
+    def measure(self, counts: Mapping[Hashable, int]) -> dict[Hashable, float]:
+        """Draw and measure so many configurations of each segment; return the microseconds that each gained."""
+        meter, segments = self.meter, dict(self.segments)
+        before = {key: meter.gain(s.start, s.stop) for key, s in segments.items()}
+        fast = _fastest(meter, segments.values())
+        drawn = {
+            key: _in_order(self._queues[key], meter.untried(s.start, s.stop), fast)[: counts[key]]
+            for key, s in segments.items()
+        }
+        meter.prepare((s.start, s.stop, drawn[key]) for key, s in segments.items())
+        for key, segment in segments.items():
+            meter.measure(segment.start, segment.stop, drawn[key])
+            if not meter.untried(segment.start, segment.stop):
+                del self.segments[key]
+        return {key: meter.gain(s.start, s.stop) - before[key] for key, s in segments.items()}
 
 
 def stage_two(
-    meter: MeasurementCache,
-    scheme: Scheme,
-    *,
-    per_segment: int = 4,
-    seed: int = 0,
-    patience: int = 2,
-    sampling: Sampling = "even",
+    meter: MeasurementCache, scheme: Scheme, *, per_segment: int = 4, seed: int = 0, patience: int = 2
 ) -> None:
-    """Sample configurations of the scheme's segments into the meter.
+    """Sample configurations of the scheme's segments into the meter, `per_segment` of each distinct one in a round.
 
-    A round draws `per_segment` configurations of each distinct segment. If `sampling` is "reward", rounds after the
-    first draw as many in all, in proportion to what each segment gained in the round before (times how often it
-    occurs). `_drawn` gives the order, but the fastest configuration of one segment comes first in the others: GEMMs of
-    a model are alike. Ends when nothing is left, when the budget is spent, or after `patience` rounds without a gain.
-    Segments in `meter.searched` are left as they are. If the budget lasts, the sampled segments join them, except those
-    with a noisy time.
+    Ends when nothing is left, when the budget is spent, or after `patience` rounds without a gain. If the budget lasts,
+    the sampled segments join `meter.searched`, except those with a noisy time.
     """
-    space = meter.space
-    chance = random.Random(seed)
-    groups: dict[Hashable, range] = {}
-    often: dict[Hashable, int] = {}
-    for segment in scheme.segments:
-        key = space.key(segment.start, segment.stop)
-        if space.candidates(segment.start, segment.stop) and key not in meter.searched:
-            groups.setdefault(key, segment)
-            often[key] = often.get(key, 0) + 1
-    # Drawn without replacement; each round moves the fastest configurations to the front.
-    queues = {key: _drawn(space, s.start, s.stop, chance) for key, s in groups.items()}
-    reward = dict.fromkeys(groups, 1.0)
-    sampled, idle = set(groups), 0
-    while groups and idle < patience and not meter.exhausted:
-        round_of = dict(groups)
-        before = {key: meter.gain(s.start, s.stop) for key, s in round_of.items()}
-        fast = _fastest(meter, groups.values())
-        left = {key: _in_order(queues[key], meter.untried(s.start, s.stop), fast) for key, s in groups.items()}
-        shares = _shares(reward, per_segment * len(groups))
-        meter.prepare((s.start, s.stop, left[key][: shares[key]]) for key, s in groups.items())
-        for key, count in shares.items():
-            segment = groups[key]
-            meter.measure(segment.start, segment.stop, left[key][:count])
-            if not meter.untried(segment.start, segment.stop):
-                del groups[key]
-        if sampling == "reward":
-            reward = {k: often[k] * (meter.gain(s.start, s.stop) - before[k]) for k, s in groups.items()}
-        else:
-            reward = dict.fromkeys(groups, 1.0)
-        gained = any(meter.gain(s.start, s.stop) > before[k] for k, s in round_of.items())
-        idle = 0 if gained else idle + 1
+    draws = Draws(meter, scheme, seed)
+    sampled, idle = set(draws.segments), 0
+    while draws.segments and idle < patience and not meter.exhausted:
+        gained = draws.measure(dict.fromkeys(draws.segments, per_segment))
+        idle = 0 if any(gained.values()) else idle + 1
     if not meter.exhausted:
         meter.searched |= sampled - {key for key, _ in meter.noisy}
 
@@ -198,11 +166,3 @@ def _fastest(meter: MeasurementCache, segments: Iterable[range]) -> set[str]:
         if tried:
             configs.add(min(tried, key=tried.__getitem__)[1])
     return configs
-
-
-def _shares(reward: dict[Hashable, float], total: int) -> dict[Hashable, int]:
-    """About `total` draws in proportion to rewards, evenly when there are none; each segment keeps one at least."""
-    whole = sum(reward.values())
-    even = {key: 1.0 / len(reward) for key in reward}
-    share = {key: value / whole for key, value in reward.items()} if whole > 0 else even
-    return {key: max(1, round(total * part)) for key, part in share.items()}

@@ -1,23 +1,40 @@
-"""What was fastest on a device, by shape: choices outlive the versions they were measured with.
+"""Tables of choices: the fastest configuration of each shape on a device, and what computes whole graphs.
 
-A file a device: the package's own, which is only read, then the user's, whose entries come first. Times in the store
-of measurements are for one version of everything; these serve where nothing has been measured yet, as rules and as the
-first candidates of a search.
+    {"version": 3, "device": "NVIDIA H200", "versions": {"stof": ..., "torch": ..., "triton": ...},
+     "choices": {"linear 4096x3072x768 activation=gelu bias float16": {"config": ..., "template_us": ..., ...}},
+     "graphs": {KEY: {"fold": false, "segments": [[6, 8, "linear", "128x128x64,5s,pingpong"], ...]}},
+     "checksum": ...}
+
+A device has a table of the package and one of the user, whose entries come first. These hold choices alone, which serve
+any version: as rules, and as the first candidates of a search. A lock file ("stof_lock" instead of "version") is the
+table of a model, to commit. A graph's key is a hash of its operators, their shapes and dtypes, equal in every process
+and on every machine.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from stof.fusion.records.typed_json import from_json, to_json
-from stof.runtime.files import DEVICE_DATA, read_or_ignore, remembering, slug, sole_writer, write_checked
+import torch
 
-VERSION = 2
+from stof.errors import LockFileError
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.records.typed_json import from_json, to_text
+from stof.runtime.files import DEVICE_DATA, read_checked, read_or_ignore, remembering, slug, sole_writer, write_checked
+from stof.tuning.machine import package_version
+from stof.version import __version__
+
+if TYPE_CHECKING:
+    from stof.fusion.records.report import FusionReport
+
+VERSION = 3
+_LOCK = "stof_lock"
 
 
 @dataclass(frozen=True)
@@ -39,8 +56,74 @@ class TunedConfig:
 
 # By the problem's text, its rows rounded up to a power of two (`GemmProblem.bucket`).
 Choices = dict[str, TunedConfig]
-# What is known of a problem, by that text.
-ConfigLookup = Callable[[str], TunedConfig | None]
+
+
+@dataclass(frozen=True)
+class GraphChoice:
+    """What computes a graph: whether norms' weights are folded, and the segments that templates compute, in order.
+
+    A segment is its first operator, the operator behind its last one, its template and its configuration.
+    """
+
+    fold: bool
+    segments: tuple[tuple[int, int, str, str], ...]
+
+    def __post_init__(self) -> None:
+        edges = [0, *(edge for start, stop, _, _ in self.segments for edge in (start, stop))]
+        if any(after < before + i % 2 for i, (before, after) in enumerate(pairwise(edges))):
+            raise ValueError("segments are empty, overlap or are out of order")
+
+
+@dataclass
+class ChoiceTable:
+    """The content of a file; `device` and `versions` say where it was made."""
+
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
+    graphs: dict[str, GraphChoice] = field(default_factory=dict)
+
+    def add(self, reports: Iterable[FusionReport]) -> None:
+        """Take over what was decided for some graphs."""
+        for report in reports:
+            rows = zip(Scheme.from_bits(report.scheme).segments, report.segments, strict=True)
+            chosen = tuple((at.start, at.stop, row.template, row.config) for at, row in rows if row.template)
+            if report.graph:
+                self.graphs[report.graph] = GraphChoice(report.fold, chosen)
+            self.choices |= report.choices
+
+    def write(self, path: Path, version_name: str = "version") -> None:
+        """Write the table, choices sorted: files that are compared by eye."""
+        table = ChoiceTable(self.device, self.versions, dict(sorted(self.choices.items())), self.graphs)
+        write_checked(path, to_text({version_name: VERSION}, table))
+
+    def write_lock(self, path: Path) -> None:
+        """Write the table as a lock file."""
+        self.write(path, _LOCK)
+
+
+def read_table(path: Path, version_name: str = "version") -> ChoiceTable:
+    """Read a table.
+
+    Raises:
+        OSError, ValueError: see `read_checked`.
+    """
+    return read_checked(path, version_name, VERSION, partial(from_json, ChoiceTable))
+
+
+def read_lock(path: Path) -> ChoiceTable:
+    """Read a lock file.
+
+    Raises:
+        LockFileError: there is none, it is no lock, its version is another one, or it has changed since it was written.
+    """
+    try:
+        return read_table(path, _LOCK)
+    except (OSError, ValueError) as error:
+        raise LockFileError(
+            f"{path} is not a usable lock file: {error}. Restore it from version control, or delete it and write it "
+            "anew with `stof tune MODEL --lock FILE`; it cannot be edited by hand"
+        ) from None
 
 
 def choices_path(folder: Path, device: str) -> Path:
@@ -48,40 +131,33 @@ def choices_path(folder: Path, device: str) -> Path:
     return folder / f"choices-{slug(device)}-v{VERSION}.json"
 
 
-def read_choices(path: Path) -> Choices:
-    """What a file holds; a file that was damaged is ignored with a warning."""
-    return read_or_ignore(path, "version", VERSION, choices_of, {})
+def read_choices(folder: Path, device: str) -> Choices:
+    """The choices of a device in a folder; a file that is damaged or of another device is ignored with a warning."""
+
+    def convert(data: dict[str, object]) -> Choices:
+        table: ChoiceTable = from_json(ChoiceTable, data)
+        if table.device != device:
+            raise ValueError(f"it is of the device {table.device!r}, not {device!r}")
+        return table.choices
+
+    return read_or_ignore(choices_path(folder, device), "version", VERSION, convert, {})
 
 
-def choices_of(content: Mapping[str, Any]) -> Choices:
-    """The choices in the content of a file."""
-    choices: Choices = from_json(Choices, content["choices"])
-    return choices
-
-
-def choices_to_json(choices: Choices) -> dict[str, Any]:
-    """Sorted, times in four digits: files that are compared by eye."""
-    return {key: to_json(one, digits=4) for key, one in sorted(choices.items())}
-
-
-def update_choices(path: Path, device: str, new: Choices, without: Set[str] = frozenset()) -> None:
-    """Add to a file; newer choices take the place of older ones, and `without` go."""
+def update_choices(folder: Path, device: str, new: Mapping[str, TunedConfig], without: Set[str] = frozenset()) -> None:
+    """Add to the choices of a device; newer ones take the place of older ones, and `without` go."""
     if not new and not without:
         return
+    path = choices_path(folder, device)
     with remembering(path), sole_writer(path):
-        merged = {key: one for key, one in read_choices(path).items() if key not in without} | new
-        write_choices(path, device, merged)
+        kept = {key: one for key, one in read_choices(folder, device).items() if key not in without}
+        ChoiceTable(device, choices={**kept, **new}).write(path)
 
 
-def write_choices(path: Path, device: str, choices: Choices) -> None:
-    """Write a file of choices."""
-    content = {"version": VERSION, "device": device, "choices": choices_to_json(choices)}
-    write_checked(path, json.dumps(content, indent=1))
-
-
-def known_choices(device: str, folder: Path | None, packaged: Path = DEVICE_DATA) -> ConfigLookup:
+def known_choices(device: str, folder: Path | None, packaged: Path = DEVICE_DATA) -> Choices:
     """What is known of a device: packaged, and in the user's folder (None: packaged alone)."""
-    choices = read_choices(choices_path(packaged, device))
-    if folder is not None:
-        choices |= read_choices(choices_path(folder, device))
-    return choices.get
+    return read_choices(packaged, device) | ({} if folder is None else read_choices(folder, device))
+
+
+def current_versions() -> dict[str, str]:
+    """What a lock is made with."""
+    return {"stof": __version__, "torch": torch.__version__, "triton": package_version("triton") or "none"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ class SegmentReport:
         reason: why this template, or none, computes it.
         inductor_us, template_us: measured microseconds, None without measurements.
         rest: what computes it without a template.
-        start: its first operator, ignored by comparisons.
     """
 
     operators: str
@@ -36,7 +36,6 @@ class SegmentReport:
     inductor_us: float | None = None
     template_us: float | None = None
     rest: str = "Inductor"
-    start: int = field(default=0, compare=False)
 
     @property
     def by(self) -> str:
@@ -89,10 +88,7 @@ class FusionReport:
 
     def grouped(self) -> dict[SegmentReport, int]:
         """Return equal segments once, with their number."""
-        rows: dict[SegmentReport, int] = {}
-        for segment in self.segments:
-            rows[segment] = rows.get(segment, 0) + 1
-        return rows
+        return Counter(self.segments)
 
     def headline(self) -> str:
         """Return a summary in one line."""

@@ -10,43 +10,21 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from stof.fusion.records.typed_json import from_json, to_json
-from stof.runtime.files import cache_folder, read_or_ignore, remembering, sole_writer, write_checked
+from stof.fusion.records.choices import Choices, current_versions, update_choices
+from stof.fusion.records.typed_json import from_json, to_text
+from stof.runtime.files import read_or_ignore, remembering, sole_writer, write_checked
 from stof.tuning.machine import device_name, package_version
 
 # A template and its configuration, e.g. ("linear", "128x128x64,8w,3s,tile"); None is Inductor's own code.
 SegmentCandidate = tuple[str, str]
-VERSION = 3
-
-
-@dataclass
-class SegmentTimes:
-    """A segment's times in microseconds (`math.inf` for what does not run), and how thoroughly it was searched.
-
-    `per_segment` is that of the most thorough search that came to its end, 0 for none.
-    """
-
-    times: dict[SegmentCandidate | None, float] = field(default_factory=dict)
-    per_segment: int = 0
-
-    def __post_init__(self) -> None:
-        if any(time <= 0 or math.isnan(time) for time in self.times.values()):
-            raise ValueError("times are positive")
-
-
-@dataclass(frozen=True)
-class GraphRecord:
-    """What a search that came to its end chose: `(first operator, end, template, configuration)` of fused segments."""
-
-    per_segment: int
-    segments: tuple[tuple[int, int, str, str], ...]
+VERSION = 4
 
 
 @dataclass
@@ -54,19 +32,22 @@ class Records:
     """What a store holds, by keys.
 
     Attributes:
-        segments: their times.
+        segments: their times in microseconds, `math.inf` for what does not run.
         races: of whole models, microseconds with templates and without.
         checks: of templates in segments why they may not be used, "" where they may.
-        results: of searches, by graphs.
+        searched: of segments and graphs, how many configurations of a segment a round drew in the most thorough search
+            that came to its end. Of a graph, every time that its choices depend on is then in `segments`.
     """
 
-    segments: dict[str, SegmentTimes] = field(default_factory=dict)
+    segments: dict[str, dict[SegmentCandidate | None, float]] = field(default_factory=dict)
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
-    results: dict[str, GraphRecord] = field(default_factory=dict)
+    searched: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not all(0 < time < math.inf for times in self.races.values() for time in times):
+        times = [*(us for of_segment in self.segments.values() for us in of_segment.values())]
+        races = [us for of_model in self.races.values() for us in of_model]
+        if not all(us > 0 for us in times) or not all(0 < us < math.inf for us in races):
             raise ValueError("times are positive")
 
 
@@ -91,14 +72,16 @@ class Store:
         """Add to the file; newer times take the place of older ones."""
         with remembering(self.path), sole_writer(self.path):
             merged = self.load()
-            for key, entry in new.segments.items():
-                old = merged.segments.get(key, SegmentTimes())
-                merged.segments[key] = SegmentTimes(old.times | entry.times, max(old.per_segment, entry.per_segment))
+            for key, times in new.segments.items():
+                merged.segments[key] = merged.segments.get(key, {}) | times
             merged.races |= new.races
             merged.checks |= new.checks
-            merged.results |= new.results
-            head = {"version": VERSION, "environment": self.environment}
-            write_checked(self.path, json.dumps(head | to_json(merged), indent=1))
+            merged.searched |= {key: max(draws, merged.searched.get(key, 0)) for key, draws in new.searched.items()}
+            write_checked(self.path, to_text({"version": VERSION, "environment": self.environment}, merged))
+
+    def update_choices(self, new: Choices, without: Set[str] = frozenset()) -> None:
+        """Add to the choices of the device in the same folder."""
+        update_choices(self.folder, self.environment["device"], new, without)
 
 
 def segment_key(key: Hashable) -> str:
@@ -106,17 +89,13 @@ def segment_key(key: Hashable) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
-def default_store(device: torch.device, folder: Path | None = None) -> Store | None:
-    """The store for a device and the installed versions, in a folder or the user's cache; None where there is none."""
-    folder = folder or cache_folder()
-    if folder is None:
-        return None
+def default_store(device: torch.device, folder: Path) -> Store:
+    """The store for a device and the installed versions."""
     return Store(
         folder,
         {
             "device": device_name(device),
-            "torch": torch.__version__,
-            "triton": package_version("triton") or "none",
+            **current_versions(),
             "tilelang": package_version("tilelang") or "none",  # without it, its times are of what does not run
             "source": source_digest("templates"),
         },

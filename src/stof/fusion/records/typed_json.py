@@ -1,35 +1,38 @@
-"""Frozen dataclasses, tuples and dictionaries as JSON, read back by their type annotations."""
+"""Dataclasses, tuples and dictionaries as JSON, read back by their type annotations."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 
-def to_json(value: Any, digits: int = 0) -> Any:
-    """Return a value as JSON holds it.
+def to_text(head: Mapping[str, Any], value: Any) -> str:
+    """Return a dataclass as the text of a JSON object that begins with the entries of `head`, a list's values a line.
 
     Infinity is null, and a dictionary whose keys are not text is a list of pairs.
-
-    Args:
-        digits: significant digits of floats, 0 for all.
     """
+    text = json.dumps({**head, **_plain(value)}, indent=1)
+    return re.sub(r"\[\n[^][{}]*\]", lambda values: re.sub(r"\n\s*", " ", values[0]), text)
+
+
+def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {field.name: to_json(getattr(value, field.name), digits) for field in fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
-            return {key: to_json(entry, digits) for key, entry in value.items()}
-        return [[to_json(key), to_json(entry, digits)] for key, entry in value.items()]
+            return {key: _plain(entry) for key, entry in value.items()}
+        return [[_plain(key), _plain(entry)] for key, entry in value.items()]
     if isinstance(value, tuple):
-        return [to_json(entry, digits) for entry in value]
-    if isinstance(value, float):
-        return None if math.isinf(value) else float(f"{value:.{digits}g}") if digits else value
-    return value
+        return [_plain(entry) for entry in value]
+    return None if value == math.inf else value
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return what `to_json` was given, of an annotated type; entries that a dataclass does not have are ignored.
+    """Return what `to_text` was given, of an annotated type; entries that a dataclass does not have are ignored.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError, OverflowError: the value is not of that type.

@@ -32,10 +32,9 @@ def _parsed(*lines: str) -> tuple[GemmConfig, ...]:
 _CANDIDATES = _parsed(
     "128x128x64,5s,pingpong  128x128x64,6s,pingpong",
     "64x256x64,4s,pingpong  64x128x64,7s,pingpong",
-    "256x128x64,6s,together  256x128x64,5s,together  256x128x64,3s,together  256x128x64,6s,together,group4",
-    "128x256x64,5s,together  128x256x64,3s,together  128x128x64,7s,together  128x192x64,5s,together",
-    "128x192x64,4s,together",
-    "192x128x64,5s,together  192x128x64,4s,together",
+    "256x128x64,6s,cooperative  256x128x64,5s,cooperative  256x128x64,3s,cooperative  256x128x64,6s,cooperative,group4",
+    "128x256x64,5s,cooperative  128x256x64,3s,cooperative  128x128x64,7s,cooperative",
+    "128x192x64,5s,cooperative  128x192x64,4s,cooperative  192x128x64,5s,cooperative  192x128x64,4s,cooperative",
     "128x128x64,8w,4s,tilelang  128x256x64,8w,3s,tilelang",
     "64x128x64,4w,4s,tilelang",
     "128x256x64,8w,3s,tile  128x128x64,8w,3s,tile  128x128x64,4w,3s,tile  128x128x32,4w,3s,tile",

@@ -13,16 +13,13 @@ from stof.fusion.templates.device_properties import tilelang_installed
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("rms", "layer")
-TEMPLATES = (
-    "linear", "norm_linear", "gated_linear", "linear_norm", "rms_linear", "rms_gated_linear", "rotary_linear",
-)  # fmt: skip
 # Templates whose weight has the rows of the gate first, then those of the up projection.
 GATED = ("gated_linear", "rms_gated_linear")
 # Templates that take the row factors of an RMSNorm, whose weight is folded into the GEMM's.
 ROW_SCALED = ("rms_linear", "rms_gated_linear", "rotary_linear")
-# tile: portable Triton. pingpong, together: Gluon on Hopper. tilelang: TileLang, where it is installed.
-KINDS = ("tile", "pingpong", "together", "tilelang")
-GLUON = ("pingpong", "together")
+# tile: portable Triton. pingpong, cooperative: Gluon on Hopper. tilelang: TileLang, where it is installed.
+KINDS = ("tile", "pingpong", "cooperative", "tilelang")
+GLUON = ("pingpong", "cooperative")
 HALVES = (torch.float16, torch.bfloat16)
 # cuBLAS is faster than the templates: candidates of a search, never a default.
 _IF_MEASURED = (torch.float32,)
@@ -43,7 +40,7 @@ class GemmShape:
     """What a template is asked to compute.
 
     Attributes:
-        template: one of `TEMPLATES`.
+        template: the name of one of `registry.TEMPLATES`.
         m, n, k: rows of x, columns of the result, width of x. For gated ones the weight has 2 n rows.
         activation: one of `ACTIVATIONS`.
         norm: "" or one of `NORMS`; scaled: the norm has a weight or a bias.
@@ -84,10 +81,10 @@ class GemmConfig:
     Attributes:
         kind: one of `KINDS`.
         block_m, block_n, block_k: rows and columns of a tile (gated: gate and up together), and depth of a step.
-            With pingpong each of the two consumers has a tile of its own. Powers of two; together also takes 192
+            With pingpong each of the two consumers has a tile of its own. Powers of two; cooperative also takes 192
             columns or rows.
         warps: of a Triton program (Gluon kernels have four for each consumer, and one).
-        stages: steps in flight (together: of the columns).
+        stages: steps in flight (cooperative: of the columns).
         split: programs that share a tile's depth (tile only).
         group: rows of tiles that are walked side by side, 0 for as many as suit the shape (`tile_group_rows`).
     """
@@ -131,7 +128,7 @@ class GemmConfig:
         if self.kind in ("tile", "tilelang"):
             return self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
         loads = self.stages * (self.block_m + self.block_n) * self.block_k * itemsize
-        if self.kind == "together":
+        if self.kind == "cooperative":
             loads = (self.row_stages * self.block_m + self.stages * self.block_n) * self.block_k * itemsize
         outputs = 2 if self.kind == "pingpong" else 1
         output = width if self.extra_columns else self.piece(shape, itemsize)
@@ -151,22 +148,22 @@ class GemmConfig:
 
     @property
     def extra_columns(self) -> int:
-        """together: columns of a GEMM of their own, where a tile's columns are no power of two."""
-        return self.block_n - (1 << (self.block_n.bit_length() - 1)) if self.kind == "together" else 0
+        """cooperative: columns of a GEMM of their own, where a tile's columns are no power of two."""
+        return self.block_n - (1 << (self.block_n.bit_length() - 1)) if self.kind == "cooperative" else 0
 
     @property
     def consumers(self) -> int:
-        """together: warpgroups that share a tile's rows."""
+        """cooperative: warpgroups that share a tile's rows."""
         return 3 if self.block_m == 192 else 2
 
     @property
     def row_stages(self) -> int:
-        """together: steps in flight of each consumer's own rows; the columns' may be more, for the lag."""
+        """cooperative: steps in flight of each consumer's own rows; the columns' may be more, for the lag."""
         return self.stages if self.consumers == 3 else min(self.stages, 3)
 
     @property
     def lag(self) -> int:
-        """together: steps that the second consumer is behind the first, as far as the columns' stages reach."""
+        """cooperative: steps that the second consumer is behind the first, as far as the columns' stages reach."""
         return self.stages - self.row_stages
 
     def piece(self, shape: GemmShape, itemsize: int) -> int:
@@ -178,7 +175,7 @@ class GemmConfig:
 
 
 _PATTERN = re.compile(
-    r"(?P<block_m>\d+)x(?P<block_n>\d+)x(?P<block_k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|pingpong|together)"
+    r"(?P<block_m>\d+)x(?P<block_n>\d+)x(?P<block_k>\d+)(,(?P<warps>\d+)w)?,(?P<stages>\d+)s,(?P<kind>tilelang|tile|pingpong|cooperative)"
     r"(,split(?P<split>\d+))?(,group(?P<group>\d+))?"
 )
 
@@ -195,7 +192,7 @@ def config_problems(config: GemmConfig, shape: GemmShape, dtype: torch.dtype, ca
     if shape.head_dim and config.kind not in ("tile", "pingpong"):
         return [f"{config.kind} does not rotate heads"]
     problems = []
-    tall = config.kind == "together" and config.block_m == 192
+    tall = config.kind == "cooperative" and config.block_m == 192
     sizes = (64 if tall else config.block_m, config.block_n - config.extra_columns, config.block_k)
     if any(size < 16 or size & (size - 1) for size in sizes):
         problems.append("tile sizes are powers of two from 16 up")
@@ -303,7 +300,7 @@ def _preferred(shape: GemmShape, processors: int) -> list[GemmConfig]:
     # packaged with five. LLaMA's gated GEMM is as fast either way alone, and 1 % faster by wide tiles where calls in
     # a row bring the card to its power limit: they read less from the L2.
     pingpong = GemmConfig("pingpong", 128, 128, 64, stages=5)
-    wide = GemmConfig("together", 128, 256, 64, stages=5)
+    wide = GemmConfig("cooperative", 128, 256, 64, stages=5)
     first = replace(pingpong, stages=6) if not shape.gated else wide if shape.k >= _DEEP else pingpong
     return [
         first,

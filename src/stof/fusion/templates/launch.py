@@ -10,14 +10,7 @@ from torch import Tensor
 
 from stof.fusion.templates import reference
 from stof.fusion.templates.device_properties import device_limits, pdl_options, programs
-from stof.fusion.templates.gemm_config import (
-    GATED,
-    GLUON,
-    GemmConfig,
-    GemmShape,
-    default,
-    fitting,
-)
+from stof.fusion.templates.gemm_config import GATED, GLUON, GemmConfig, GemmShape, default, fitting
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
 from stof.runtime.cache_keys import with_stable_key

@@ -20,7 +20,7 @@ from stof.fusion.measure.model_comparison import PLAIN, RULED, SEARCHED, ModelCo
 from stof.fusion.passes.horizontal_fusion import packed_call, packed_examples
 from stof.fusion.passes.weight_packing import pack_weights, unpack_weights
 from stof.fusion.pipeline import fuse, rewrite_biases, rewrite_patches
-from stof.fusion.records.choices import ConfigLookup, choices_path, update_choices
+from stof.fusion.records.choices import Choices
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, Store, segment_key, source_digest
 from stof.integrations.torch.compile_options import WHOLE, CompileOptions
@@ -74,7 +74,7 @@ def stof_backend(
     report = fuse(
         gm,
         search,
-        twins=parsed.twins,
+        references=parsed.references,
         fold=parsed.fold,
         known=known,
         replay=parsed.replay(device),
@@ -92,7 +92,7 @@ def stof_backend(
     rewrite_biases(copies[PLAIN], FusionReport())
 
     def by_rule() -> FusionReport:
-        return fuse(copies[RULED], twins=parsed.twins, fold=parsed.fold, known=known)
+        return fuse(copies[RULED], references=parsed.references, fold=parsed.fold, known=known)
 
     def version(name: str, digest: str) -> Callable[..., Any]:
         return _compiled(copies.get(name, gm), example_inputs, parsed, digest)
@@ -106,7 +106,7 @@ def _fastest(
     version: Callable[[str, str], Callable[..., Any]],
     options: CompileOptions,
     store: Store | None,
-    known: ConfigLookup,
+    known: Choices,
 ) -> Callable[..., Any]:
     """The fastest version of a graph: what is known from an earlier process, or a race on the first call.
 
@@ -125,9 +125,7 @@ def _fastest(
         if winner == RULED and store is not None:
             # Rules prefer recorded configurations: without this they would choose the losing ones again.
             lost = differing(searched, report)
-            before = {key: tuned for key in lost if (tuned := known(key)) is not None}
-            device = store.environment["device"]
-            update_choices(choices_path(store.folder, device), device, before, without=lost)
+            store.update_choices({key: known[key] for key in lost if key in known}, without=lost)
         options.tell(report)
         return winner
 

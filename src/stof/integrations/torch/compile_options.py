@@ -17,8 +17,7 @@ from stof.fusion.measure.segment_timer import SegmentTimer, check
 from stof.fusion.pipeline import Search
 from stof.fusion.planner.lock_replay import Replay
 from stof.fusion.planner.search_space import Progress
-from stof.fusion.records.choices import ConfigLookup, known_choices
-from stof.fusion.records.lock_file import Lock, read_lock
+from stof.fusion.records.choices import Choices, ChoiceTable, known_choices, read_lock
 from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Store, default_store
 from stof.runtime.files import cache_folder
@@ -28,6 +27,12 @@ from stof.tuning.machine import device_name
 WHOLE = "whole"
 # Seconds, and configurations drawn for each segment in a round.
 EFFORTS: dict[str, tuple[float, int]] = {"none": (0.0, 0), "quick": (40.0, 3), "full": (600.0, 8)}
+# Options of earlier versions, and what to do instead.
+_REMOVED = {
+    "experimental": "leave it out: it let a search try two matrix multiplications in one kernel, which never was "
+    "faster than two kernels",
+    "twins": "give references instead",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class CompileOptions:
             counts are noticed between calls; writes through `.data`, NumPy or other tensors of the same memory, to
             tensors made under inference mode, and any by a CUDA graph that Inductor recorded before, are not. A lock
             that was tuned so folds as well.
-        twins: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try and test
+        references: run the templates' PyTorch references where there is no kernel, on a CPU for example, to try
             templates. The references fuse nothing; without this option Inductor compiles those operators.
         report: True prints the report of each graph that is compiled to stderr, a callable is called with it.
         progress: True prints a line to stderr after each measurement, a callable is called with it.
@@ -68,7 +73,7 @@ class CompileOptions:
     cuda_graphs: bool | str = False
     deterministic: bool = False
     fold: bool = False
-    twins: bool = False
+    references: bool = False
     report: bool | Callable[[FusionReport], object] = False
     progress: bool | Callable[[Progress], object] = False
     store: bool | str | Path = True
@@ -93,7 +98,7 @@ class CompileOptions:
             raise ArgumentError(f"store is True, False or a folder, got {shown(self.store)}")
         if self.lock is not None and not isinstance(self.lock, str | Path):
             raise ArgumentError(f"lock is the path of a lock file, got {shown(self.lock)}")
-        for name in ("deterministic", "fold", "twins"):
+        for name in ("deterministic", "fold", "references"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is True or False, got {shown(getattr(self, name))}")
         if self.deterministic and self.effort != "none":
@@ -110,11 +115,9 @@ class CompileOptions:
         Raises:
             ArgumentError: a name that is no option, or a value it cannot have.
         """
-        if "experimental" in (options or {}):
-            raise ArgumentError(
-                "option experimental is removed, leave it out: it let a search try two matrix multiplications in one "
-                "kernel, which never was faster than two kernels"
-            )
+        for name, problem in _REMOVED.items():
+            if name in (options or {}):
+                raise ArgumentError(f"option {name} is removed, {problem}")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options or {}) - set(known))
         if unknown:
@@ -136,7 +139,7 @@ class CompileOptions:
             compiler=compile_candidates,
         )
 
-    def known(self, device: torch.device) -> ConfigLookup:
+    def known(self, device: torch.device) -> Choices:
         """What was measured on this device before; with `deterministic` only what comes with the package."""
         folder = None if self.deterministic else self._folder()
         return known_choices(device_name(device), folder)
@@ -146,7 +149,7 @@ class CompileOptions:
         return None if self._lock is None else Replay(self._lock, device_name(device), check, self._store(device))
 
     @functools.cached_property
-    def _lock(self) -> Lock | None:
+    def _lock(self) -> ChoiceTable | None:
         return None if self.lock is None else read_lock(Path(self.lock))
 
     def _folder(self) -> Path | None:
