@@ -22,7 +22,7 @@ from benchmarks.results_io import provenance, write_json
 from stof.fusion.templates.device_properties import pdl_options
 from stof.fusion.templates.gemm_config import GemmConfig
 from stof.fusion.templates.operators import linear
-from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.cache_keys import on_grid
 from stof.tuning.timing import time_calls
 
 # Rows, width, columns between, activation: adapters in BERT-base, low-rank updates in LLaMA-1B.
@@ -79,7 +79,7 @@ def chain(
     rows, depth = x.shape
     columns, inner = up.shape
     out = x.new_empty(rows, columns)
-    with_stable_key(chain_kernel)[(-(-rows // config.block_m) * config.split,)](
+    on_grid(chain_kernel, (-(-rows // config.block_m) * config.split,))(
         x, down, down_bias, up, up_bias, residual, out,
         rows, columns, depth, inner, x.stride(0), down.stride(0), up.stride(0),
         0 if residual is None else residual.stride(0),

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stof.kernels.quantization import FP8
+from stof.runtime.cache_keys import COMPILE_OPTIONS
 from stof.runtime.launch import TensorMap
 
 ARCHS = (80, 89, 90, 100, 120)
@@ -99,7 +100,7 @@ def assemble(source: ASTSource, arch: int, options: dict[str, Any]) -> Assembled
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | COMPILE_OPTIONS)
     seconds = time.perf_counter() - start
     said, ptx = log.getvalue(), kernel.asm["ptx"]
     used, stack = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes stack frame", said)

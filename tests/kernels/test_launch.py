@@ -78,7 +78,7 @@ def test_compiled_once_then_launched_directly() -> None:
 def test_compile_options(registers: int, wanted: dict[str, int]) -> None:
     kernel = Kernel()
     made(kernel, max_registers=registers)(torch.zeros(1))
-    assert kernel.options == {"num_warps": 4, "num_stages": 3, **wanted}
+    assert kernel.options == {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True, **wanted}
 
 
 def test_tensors_that_are_not_aligned_go_through_the_jit() -> None:

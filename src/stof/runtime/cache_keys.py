@@ -1,4 +1,4 @@
-"""Cache keys of compiled kernels that are equal in every process.
+"""Calls of Triton's JIT: compile options of every kernel, and cache keys that are equal in every process.
 
 Triton names a kernel's cached binary after its source and the constants that it and the functions it calls refer to.
 The constants of a called function only count if that function was hashed before its caller, by another kernel that
@@ -8,12 +8,21 @@ may compile a kernel again. Hashing called functions first makes the key indepen
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
 K = TypeVar("K")
+
+# Kernels count on products and sums becoming one instruction, which Triton 3.10 no longer does by default.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
+
+def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return Triton's launch of a kernel on a grid, which takes the kernel's arguments and other compile options."""
+    return functools.partial(with_stable_key(kernel)[grid], **COMPILE_OPTIONS)
 
 
 def with_stable_key(kernel: K) -> K:

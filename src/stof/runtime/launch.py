@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.cache_keys import on_grid
 from stof.runtime.memory import record_streams
 from stof.runtime.private import Launcher, encode_tensor_map, hooks_are_set, launcher_of, raw_stream, without_encoding
 
@@ -197,7 +197,7 @@ def _launch_jit(kernel: Any, grid: int, arguments: tuple[Any, ...], options: dic
         KernelError: it does not compile for this device, or needs more shared memory than it has.
     """
     try:
-        return with_stable_key(kernel)[(grid,)](*arguments, **options)
+        return on_grid(kernel, (grid,))(*arguments, **options)
     except triton.TritonError as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[-1]
         raise KernelError(f"{kernel.__name__} does not run on this device: {type(error).__name__}: {first}") from error

@@ -1,8 +1,7 @@
 """Private names of PyTorch and Triton, each behind a function that says why and what happens without it.
 
-Checked with torch 2.11, 2.13 and 2.14, and Triton 3.6.0, 3.7.1 and 3.8.0. Two are elsewhere: kernels reinterpret shared
-memory by Gluon's `_reinterpret` (there is no other way to give a buffer a second layout), and `cache_keys.py` hashes
-functions of Triton's by `hash`, `cache_key` and `fn`.
+Checked with torch 2.11, 2.13 and 2.15, and Triton 3.6.0, 3.7.1 and 3.9.0. Two are elsewhere: Gluon's `_reinterpret` in
+`kernels/hopper/intrinsics.py`, and `cache_keys.py` hashes functions of Triton's by `hash`, `cache_key` and `fn`.
 """
 
 from __future__ import annotations

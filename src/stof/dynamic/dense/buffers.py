@@ -10,7 +10,7 @@ from torch import Tensor
 from stof.dynamic.backward_lists import BackwardLists, both_sizes, empty_tiles, store_counts
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
-from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.cache_keys import on_grid
 
 # Columns handled at once, in lists and of a dense mask.
 _COPY, _COLUMNS = 1024, 128
@@ -99,7 +99,7 @@ def _list_tiles(buffers: DenseBuffers, keep: Tensor, transposed: bool = False) -
     count = problem.patterns * problem.row_blocks
     column_blocks = -(-problem.kv_len // _COLUMNS)
     classes = torch.empty(count, problem.kv_len, dtype=torch.int8, device=device)
-    with_stable_key(kernels.dense_classes)[(count * column_blocks,)](
+    on_grid(kernels.dense_classes, (count * column_blocks,))(
         keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
         problem.kv_len, form.value, problem.block_m, _COLUMNS,
     )  # fmt: skip
@@ -112,11 +112,11 @@ def _list_tiles(buffers: DenseBuffers, keep: Tensor, transposed: bool = False) -
     _flag(buffers, problems, poisoned)
     rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
     buffers.owner.fill_(-1)
-    with_stable_key(kernels.dense_fill)[(count,)](
+    on_grid(kernels.dense_fill, (count,))(
         rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, buffers.owner,
         problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
     )  # fmt: skip
-    with_stable_key(kernels.dense_bitmaps)[(buffers.tiles,)](
+    on_grid(kernels.dense_bitmaps, (buffers.tiles,))(
         keep, buffers.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
         problem.q_len, form.value, problem.block_m, problem.block_n,
     )  # fmt: skip

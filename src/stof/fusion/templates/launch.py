@@ -13,7 +13,7 @@ from stof.fusion.templates.device_properties import device_limits, pdl_options, 
 from stof.fusion.templates.gemm_config import GATED, GLUON, GemmConfig, GemmShape, default, fitting
 from stof.fusion.templates.norms import Norm, can_normalise, merge_and_normalise, normalise, row_statistics
 from stof.fusion.templates.row_buckets import bucket_of, in_bucket, nearest_first
-from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.cache_keys import on_grid
 
 
 class Rotary(NamedTuple):
@@ -181,7 +181,7 @@ def _tile(
         size = tiles * config.split * config.block_m * config.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(tiles, x.device)
-    with_stable_key(tile_gemm_kernel)[(tiles * config.split,)](
+    on_grid(tile_gemm_kernel, (tiles * config.split,))(
         x, weight, out, call.bias, call.residual, mean, rstd,
         None if norm is None else norm.weight, None if norm is None else norm.bias, partial, counters,
         shape.m, shape.n, shape.k, x.stride(0), weight.stride(0), weight.stride(1), shape.n * weight.stride(0),
@@ -233,7 +233,7 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
     if pingpong:
         from stof.fusion.templates.hopper.pingpong import pingpong_gemm_kernel
 
-        with_stable_key(pingpong_gemm_kernel)[grid](
+        on_grid(pingpong_gemm_kernel, grid)(
             x, weights(width), *given, *_positions(call), STAGES=config.stages, HEAD_DIM=shape.head_dim, **common,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _hopper(call: GemmCall, config: GemmConfig, out: Tensor, rstd: Tensor | None
         from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 
         extra = config.extra_columns
-        with_stable_key(cooperative_gemm_kernel)[grid](
+        on_grid(cooperative_gemm_kernel, grid)(
             x, weights(width - extra), weights(extra) if extra else None, *given, SIDE=extra,
             A_STAGES=config.row_stages, B_STAGES=config.stages, CONSUMERS=config.consumers, LAG=config.lag, **common,
             num_warps=4, launch_pdl=True,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stof.fusion.templates.device_properties import pdl_options
-from stof.runtime.cache_keys import with_stable_key
+from stof.runtime.cache_keys import on_grid
 
 # Widest row that one program normalises.
 _WIDEST_ROW = 16384
@@ -42,7 +42,7 @@ def row_statistics(x: Tensor, norm: Norm) -> tuple[Tensor | None, Tensor]:
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm.kind == "layer" else None
     block, warps = _sizes(x.shape[1])
-    with_stable_key(row_statistics_kernel)[(x.shape[0],)](
+    on_grid(row_statistics_kernel, (x.shape[0],))(
         x, mean, rstd, x.shape[1], x.stride(0), norm.eps, BLOCK=block, NORM=norm.kind, num_warps=warps, **pdl_options(x)
     )
     return mean, rstd
@@ -55,7 +55,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     rows = x.view(-1, x.shape[-1])
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block, warps = _sizes(x.shape[-1])
-    with_stable_key(row_norm_kernel)[(rows.shape[0],)](
+    on_grid(row_norm_kernel, (rows.shape[0],))(
         rows, norm.weight, norm.bias, out, rows.shape[1], rows.stride(0), norm.eps, BLOCK=block, NORM=norm.kind,
         HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None, num_warps=warps, **pdl_options(x),
     )  # fmt: skip
@@ -72,7 +72,7 @@ def merge_and_normalise(
     h = torch.empty(rows, width, dtype=dtype, device=partial.device)
     out = torch.empty_like(h)
     block, warps = _sizes(width)
-    with_stable_key(merged_norm_kernel)[(rows,)](
+    on_grid(merged_norm_kernel, (rows,))(
         partial, bias, residual, h, norm.weight, norm.bias, out, width,
         0 if residual is None else residual.stride(0), norm.eps,
         BLOCK=block, SPLITS=splits, HAS_PRODUCT_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,

@@ -8,7 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from stof.kernels.hopper.intrinsics import halves_layout, hide_from_compiler, thread_barrier, tile_layout
+from stof.kernels.hopper.intrinsics import (
+    async_store,
+    halves_layout,
+    hide_from_compiler,
+    reinterpret,
+    thread_barrier,
+    tile_layout,
+)
 from stof.kernels.hopper.split_kv_merge import merge_by_last, merge_pairwise
 from stof.kernels.hopper.tile_fetch import CHUNK, NAN_OR_ZERO, PATTERN, SLOT, last_merges
 
@@ -25,8 +32,8 @@ def _start_store(values, staging, out_desc, b, h, row, column):
     staging.store(values)
     fence_async_shared()
     thread_barrier()
-    staged = staging._reinterpret(dtype, [1, 1, 64, width], tile_layout(dtype, 64, width, 4))
-    tma.async_copy_shared_to_global(out_desc, [b, h, row, column], staged)
+    staged = reinterpret(staging, dtype, [1, 1, 64, width], tile_layout(dtype, 64, width, 4))
+    async_store(out_desc, [b, h, row, column], staged)
 
 
 @gluon.jit

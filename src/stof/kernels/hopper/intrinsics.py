@@ -6,9 +6,17 @@ from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Triton 3.7 has another name for it.
+# Functions that Triton renamed: `barrier` in 3.7, the others in 3.9. `_reinterpret` is private before 3.9, and the only
+# way to give shared memory a second layout.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+if hasattr(tma, "async_load"):
+    async_load, async_store = tma.async_load, tma.async_store
+    reinterpret = gl.shared_memory_descriptor.reinterpret
+else:
+    async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    reinterpret = gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.constexpr_function

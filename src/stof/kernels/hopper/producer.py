@@ -7,9 +7,9 @@ from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from stof.kernels.hopper.intrinsics import lane_number, shfl_idx, tile_layout
+from stof.kernels.hopper.intrinsics import async_load, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import BATCH, BEGIN, COLUMNS, END, HEAD, ROW_BLOCK, fetch_next, send_descriptor
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
 from stof.kernels.triton.packed_integers import compacted_position, is_compacted, is_run, run_column
@@ -71,26 +71,24 @@ def _copy_tile(
     mbarrier.expect(bar, BLOCK_N * D * (dtype.primitive_bitwidth // 8) + MORE)
     if TRANSPOSED:
         column = shfl_idx(columns, 0)
-        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 4))
+        tile = reinterpret(buffer.index(stage), dtype, [1, 1, D, BLOCK_N], tile_layout(dtype, D, BLOCK_N, 4))
         if SLAB == 0:
-            tma.async_copy_global_to_shared(desc, [at.b, at.h, 0, column], bar, tile)
+            async_load(desc, [at.b, at.h, 0, column], bar, tile)
         elif is_compacted(column):
-            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, 0, compacted_position(column)], bar, tile)
+            async_load(slab_desc, [at.b, at.slab_h, 0, compacted_position(column)], bar, tile)
         else:
-            tma.async_copy_global_to_shared(desc, [at.b, at.h, 0, column], bar, tile)
+            async_load(desc, [at.b, at.h, 0, column], bar, tile)
     elif SLAB == 0:
         column = shfl_idx(columns, 0)
-        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
-        tma.async_copy_global_to_shared(
-            desc, [at.b, at.h, column // kv_step, (column % kv_step) * residue_stride], bar, tile
-        )
+        tile = reinterpret(buffer.index(stage), dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
+        async_load(desc, [at.b, at.h, column // kv_step, (column % kv_step) * residue_stride], bar, tile)
     elif SLAB == BLOCK_N:
         column = shfl_idx(columns, 0)
-        tile = buffer.index(stage)._reinterpret(dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
+        tile = reinterpret(buffer.index(stage), dtype, [1, 1, BLOCK_N, D], tile_layout(dtype, BLOCK_N, D, 4))
         if is_compacted(column):
-            tma.async_copy_global_to_shared(slab_desc, [at.b, at.slab_h, compacted_position(column), 0], bar, tile)
+            async_load(slab_desc, [at.b, at.slab_h, compacted_position(column), 0], bar, tile)
         else:
-            tma.async_copy_global_to_shared(desc, [at.b, at.h, column, 0], bar, tile)
+            async_load(desc, [at.b, at.h, column, 0], bar, tile)
     else:
         slab_buffer = _row_view(buffer, SLAB, config)
         run_buffer = _row_view(buffer, 64, config)
@@ -102,16 +100,16 @@ def _copy_tile(
             if is_run(first):
                 for chunk in gl.static_range(D // 64):
                     run = run_buffer.index((place + chunk * slabs) // per_run)
-                    run = run._reinterpret(dtype, [1, 1, 64, 64], tile_layout(dtype, 64, 64, 4))
-                    tma.async_copy_global_to_shared(desc, [at.b, at.h, run_column(first), chunk * 64], bar, run)
+                    run = reinterpret(run, dtype, [1, 1, 64, 64], tile_layout(dtype, 64, 64, 4))
+                    async_load(desc, [at.b, at.h, run_column(first), chunk * 64], bar, run)
             else:
                 # Unrolled: in a loop each iteration would wait for its own shuffle.
                 for i in gl.static_range(per_run):
                     column = shfl_idx(columns, start + i)
                     for chunk in gl.static_range(D // 64):
                         slab = slab_buffer.index(place + chunk * slabs + i)
-                        slab = slab._reinterpret(dtype, [1, 1, SLAB, 64], tile_layout(dtype, SLAB, 64, 4))
-                        tma.async_copy_global_to_shared(slab_desc, [at.b, at.h, column, chunk * 64], bar, slab)
+                        slab = reinterpret(slab, dtype, [1, 1, SLAB, 64], tile_layout(dtype, SLAB, 64, 4))
+                        async_load(slab_desc, [at.b, at.h, column, chunk * 64], bar, slab)
 
 
 @gluon.jit
@@ -119,7 +117,7 @@ def _copy_tile(
 def _row_view(buffer, rows: gl.constexpr, config: gl.constexpr):
     """View the stages of K or V as blocks of `rows` rows, 64 elements of each row."""
     blocks: gl.constexpr = config.stages * (config.width // 64) * (config.block_n // rows)
-    return buffer._reinterpret(buffer.dtype, [blocks, rows, 64], tile_layout(buffer.dtype, rows, 64, 2))
+    return reinterpret(buffer, buffer.dtype, [blocks, rows, 64], tile_layout(buffer.dtype, rows, 64, 2))
 
 
 @gluon.jit
@@ -161,8 +159,8 @@ def copy_q(args, work, stage, config: gl.constexpr):
         residue = position // args.rows_per_residue
         row = position - residue * args.rows_per_residue
         rows = args.q_smem.index(stage * GROUPS + group)
-        rows = rows._reinterpret(dtype, [1, 1, 64, D], tile_layout(dtype, 64, D, 4))
-        tma.async_copy_global_to_shared(args.q_desc, [b, h, row, residue * args.q_residue_stride], bar, rows)
+        rows = reinterpret(rows, dtype, [1, 1, 64, D], tile_layout(dtype, 64, D, 4))
+        async_load(args.q_desc, [b, h, row, residue * args.q_residue_stride], bar, rows)
 
 
 @gluon.constexpr_function
@@ -184,10 +182,8 @@ def _copy_bias(args, work, columns, stage, config: gl.constexpr):
     column = shfl_idx(columns, 0)
     for group in gl.static_range(GROUPS):
         tile = args.bias_smem.index(stage * GROUPS + group)
-        tile = tile._reinterpret(dtype, [1, 1, 64, BLOCK_N], tile_layout(dtype, 64, BLOCK_N, 4))
-        tma.async_copy_global_to_shared(
-            args.bias_desc, [b, h, row + group * 64, column], args.k_full.index(stage), tile
-        )
+        tile = reinterpret(tile, dtype, [1, 1, 64, BLOCK_N], tile_layout(dtype, 64, BLOCK_N, 4))
+        async_load(args.bias_desc, [b, h, row + group * 64, column], args.k_full.index(stage), tile)
 
 
 @gluon.jit

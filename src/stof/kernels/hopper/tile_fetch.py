@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from stof.kernels.hopper.intrinsics import hide_from_compiler, shfl_idx
+from stof.kernels.hopper.intrinsics import hide_from_compiler, reinterpret, shfl_idx
 from stof.kernels.hopper.tile_scheduler import WORK
 
 # Fields of a descriptor. Triton's cache keys hold constants of a module that are named, not fields of an object.
@@ -65,7 +65,7 @@ def send_descriptor(work_index, work, number, lane, descriptors, descriptor_full
 @no_type_check
 def descriptor_field(descriptors, work_index, number: gl.constexpr):
     """Return a field of the descriptor that follows a work index; the caller has waited for it."""
-    fields = descriptors._reinterpret(gl.int32, [DESCRIPTOR_STAGES * 32, 1], descriptor_layout())
+    fields = reinterpret(descriptors, gl.int32, [DESCRIPTOR_STAGES * 32, 1], descriptor_layout())
     everyone: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(fields.index((work_index % DESCRIPTOR_STAGES) * 32 + number).load(everyone), 0)
 

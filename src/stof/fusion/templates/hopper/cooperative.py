@@ -56,6 +56,7 @@ from stof.fusion.templates.hopper.epilogue import (
     shared_layout,
     write_tile,
 )
+from stof.kernels.hopper.intrinsics import async_load, reinterpret
 from stof.runtime.pdl import launch_next_and_wait
 
 
@@ -67,7 +68,7 @@ def _fetch_rows(args, stage, phase, row, k):
     mbarrier.wait(args.a_empty.index(stage), phase)
     bar = args.a_full.index(stage)
     mbarrier.expect(bar, a_smem.shape[1] * a_smem.shape[2] * (a_smem.dtype.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(args.a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
+    async_load(args.a_desc, [row, k * a_smem.shape[2]], bar, a_smem.index(stage))
 
 
 @gluon.jit
@@ -144,7 +145,7 @@ def _consumer(args, NUMBER: gl.constexpr, options: gl.constexpr):
     if options.gated:
         # The rows of gate and up lie one after the other: one GEMM for both.
         shape: gl.constexpr = [B_STAGES, BLOCK_N, options.block_k]
-        b_tiles = b_tiles._reinterpret(dtype, shape, shared_layout(dtype, options.block_k))
+        b_tiles = reinterpret(b_tiles, dtype, shape, shared_layout(dtype, options.block_k))
     side_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PIECE: gl.constexpr = c_smem.shape[2]
     PLACES: gl.constexpr = c_smem.shape[0] // CONSUMERS

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from stof.fusion.templates.device_functions import activate
+from stof.kernels.hopper.intrinsics import async_load, async_store
 
 # Triton 3.7 has another name for it.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -93,9 +94,9 @@ def fetch_columns(args, desc, smem, bar, stage, first, k, PARTS: gl.constexpr, o
         box = smem.index(stage * PARTS + part)
         column = first + part * args.columns
         if options.transposed:
-            tma.async_copy_global_to_shared(desc, [k * options.block_k, column], bar, box)
+            async_load(desc, [k * options.block_k, column], bar, box)
         else:
-            tma.async_copy_global_to_shared(desc, [column, k * options.block_k], bar, box)
+            async_load(desc, [column, k * options.block_k], bar, box)
 
 
 @gluon.jit
@@ -168,7 +169,7 @@ def fetch_residual(args, place, row, column):
     tma.store_wait(0)
     _barrier()
     mbarrier.expect(bar, staged.shape[0] * staged.shape[1] * (staged.dtype.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(args.residual_desc, [row, column], bar, staged)
+    async_load(args.residual_desc, [row, column], bar, staged)
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ def _write(out, args, place, row, column, fill, FETCHED: gl.constexpr, OTHERS: g
     staged.store(out.to(staged.dtype))
     fence_async_shared()
     _barrier()
-    tma.async_copy_shared_to_global(args.c_desc, [row, column], staged)
+    async_store(args.c_desc, [row, column], staged)
 
 
 @gluon.jit

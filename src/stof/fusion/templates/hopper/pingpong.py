@@ -49,6 +49,7 @@ from stof.fusion.templates.hopper.epilogue import (
     shared_layout,
     write_tile,
 )
+from stof.kernels.hopper.intrinsics import async_load, reinterpret
 from stof.runtime.pdl import launch_next_and_wait
 
 
@@ -86,7 +87,7 @@ def _producer(args, options: gl.constexpr):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, (ROWS + BLOCK_N) * BLOCK_K * (dtype.primitive_bitwidth // 8))
-            tma.async_copy_global_to_shared(args.a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
+            async_load(args.a_desc, [m * ROWS, k * BLOCK_K], bar, a_smem.index(stage))
             fetch_columns(args, args.b_desc, args.b_smem, bar, stage, n * WIDTH, k, PARTS, options)
             stage, phase = advance(stage, phase, options.b_stages)
 
@@ -105,7 +106,7 @@ def _consumer(args, NUMBER: gl.constexpr, options: gl.constexpr):
     b_tiles = args.b_smem
     if options.gated:
         # The rows of gate and up lie one after the other: one GEMM for both.
-        b_tiles = b_tiles._reinterpret(dtype, [STAGES, BLOCK_N, options.block_k], shared_layout(dtype, options.block_k))
+        b_tiles = reinterpret(b_tiles, dtype, [STAGES, BLOCK_N, options.block_k], shared_layout(dtype, options.block_k))
     # The number of this tile among the tiles of this thread block.
     number = gl.to_tensor(NUMBER)
     tiles = args.tiles_m * args.tiles_n

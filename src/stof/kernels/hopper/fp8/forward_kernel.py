@@ -52,6 +52,7 @@ from stof.kernels.hopper.intrinsics import (
     cleared,
     hide_from_compiler,
     lane_number,
+    reinterpret,
     shfl_idx,
     thread_barrier,
     tile_layout,
@@ -175,7 +176,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     bitmap = gl.load(tile_bitmap_ptr + begin + 1)
     # The first PV matmul has no previous tile. It reads zeros: 0 * NaN is NaN.
     zeros_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    args.v_smem.index(0)._reinterpret(gl.int32, [D, BLOCK_N // 4], tile_layout(gl.int32, D, BLOCK_N // 4, 2)).store(
+    reinterpret(args.v_smem.index(0), gl.int32, [D, BLOCK_N // 4], tile_layout(gl.int32, D, BLOCK_N // 4, 2)).store(
         gl.full([D, BLOCK_N // 4], 0, gl.int32, layout=zeros_layout)
     )
     fence_async_shared()
