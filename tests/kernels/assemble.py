@@ -49,24 +49,29 @@ class Recorded:
         """Specialised as Triton does: 1 is a constant, multiples of 16 are known to be, pointers are aligned."""
         kernel, _grid, static, numbers, constants = self.given
         values = (*self.maps, *self.tensors, *static, *numbers)
-        signature: dict[str, str] = {}
-        fixed: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], Any] = {}
+        signature: dict[str, Any] = {}
+        fixed: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+
+        def specialise(value: Any, path: tuple[int, ...]) -> Any:
+            if isinstance(value, tuple) and not isinstance(value, TensorMap):
+                return type(value)(*[specialise(field, (*path, place)) for place, field in enumerate(value)])
+            if path[0] >= len(values) or value is None or (type(value) is int and value == 1):
+                fixed[path] = value
+                return "constexpr"
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            if type(number) is int and number % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
+            if isinstance(value, TensorMap):
+                return f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+            if isinstance(value, Tensor):
+                return "*" + _TYPES[value.dtype]
+            return "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+
         for place, (name, value) in enumerate(zip(kernel.arg_names, (*values, *constants), strict=True)):
             # On the CPU where this runs, kernels take no turns.
             value = arch >= 90 if name in ("USE_PDL", "CHAINED") else value
-            constant = place >= len(values) or value is None or (type(value) is int and value == 1)
-            if constant:
-                signature[name], fixed[place,] = "constexpr", value
-            elif isinstance(value, TensorMap):
-                signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-            elif isinstance(value, Tensor):
-                signature[name] = "*" + _TYPES[value.dtype]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-            number = value.data_ptr() if isinstance(value, Tensor) else value
-            if not constant and type(number) is int and number % 16 == 0:
-                attributes[place,] = [["tt.divisibility", 16]]
+            signature[name] = specialise(value, (place,))
         return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, fixed, attributes)
 
 

@@ -43,13 +43,13 @@ class Launch:
     """A kernel on a one-dimensional grid, with all arguments fixed except the tensors that a call brings.
 
     The kernel's parameters are, in this order: tensor maps of the call's `bases`, the call's tensors, then `tensors`,
-    `numbers` and `constants` as given here.
+    `numbers` and `constants` as given here. A named tuple is one parameter, whose fields the kernel reads by name.
 
     Args:
         kernel: a `triton.jit` function.
         grid: number of thread blocks.
-        tensors: tensors that are the same in every call.
-        numbers: integers and floats.
+        tensors: tensors that are the same in every call, or named tuples of them.
+        numbers: integers and floats, or named tuples of them.
         constants: values of the compile-time parameters.
         num_warps, num_stages, max_registers: compile options; `max_registers` 0 sets no limit.
         windows: one for each of a call's `bases`; None for a base that the kernel does not copy by TMA.
@@ -61,8 +61,8 @@ class Launch:
         self,
         kernel: Any,
         grid: int,
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int | float, ...],
+        tensors: tuple[Tensor | tuple[Tensor, ...], ...],
+        numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         *,
         num_warps: int = 4,
@@ -72,7 +72,8 @@ class Launch:
         use_pdl: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.kernel, self.grid, self.device = kernel, grid, device or tensors[0].device
+        self._held = [t for group in tensors for t in (group if isinstance(group, tuple) else (group,))]
+        self.kernel, self.grid, self.device = kernel, grid, device or self._held[0].device
         self.windows = windows
         self.tensors = tensors
         self.rest = (*numbers, *constants)
@@ -81,8 +82,10 @@ class Launch:
             self.options["maxnreg"] = max_registers
         if use_pdl:
             self.options["launch_pdl"] = True
-        self._pointers = tuple([t.data_ptr() for t in tensors])
-        self._static_aligned = not any(pointer % 16 for pointer in self._pointers)
+        self._pointers = tuple(
+            [tuple([t.data_ptr() for t in x]) if isinstance(x, tuple) else x.data_ptr() for x in tensors]
+        )
+        self._static_aligned = not any(t.data_ptr() % 16 for t in self._held)
         self._launcher: Launcher | None = None
         self._encoded: _EncodedMaps | None = None
         self._streams: set[int] = set()
@@ -114,7 +117,7 @@ class Launch:
         stream = raw_stream(current)
         if stream not in self._streams:
             # The plan that holds the fixed tensors may be dropped while a kernel reads them.
-            record_streams(self.tensors, self.device, self._streams)
+            record_streams(self._held, self.device, self._streams)
         launcher.run(
             self.grid, 1, 1, stream, launcher.function, launcher.metadata,
             None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
@@ -131,7 +134,7 @@ class Launch:
             self.kernel[(self.grid,)](*arguments)
             return
         with torch.cuda.device(self.device):
-            record_streams(self.tensors, self.device, self._streams)
+            record_streams(self._held, self.device, self._streams)
             compiled = _launch_jit(self.kernel, self.grid, arguments, self.options)
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
             launcher = launcher_of(compiled)

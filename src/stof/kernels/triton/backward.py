@@ -12,26 +12,20 @@ from stof.kernels.common import empty_gradient
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.kernels.triton.backward_arguments import (
+    BackwardConfig,
+    Problem,
+    Schedule,
     Shapes,
-    bias_strides,
-    block_sizes,
-    dropout_of,
-    grid_of,
+    TileLists,
     kernel_launch,
-    kinds_of,
-    lists_of,
-    mask_strides,
-    modes_of,
-    precision_of,
-    row_order_of,
-    scales_of,
+    product_rows,
 )
 from stof.kernels.triton.backward_common import merge_kernel, row_stats_kernel
 from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward
 from stof.kernels.triton.bias_gradient_kernel import bias_gradient_kernel
 from stof.kernels.triton.dkv_kernel import dkv_kernel
 from stof.kernels.triton.dq_kernel import dq_kernel
-from stof.kernels.triton.operands import needs_int64_offsets, padded_rows, row_unit, rows_fit
+from stof.kernels.triton.operands import Strides, needs_int64_offsets, padded_rows, row_unit, rows_fit
 
 # Rows of a program of `row_stats_kernel`.
 _STATS_ROWS = 32
@@ -182,33 +176,22 @@ def _bind_dq(
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias, seed) -> dq`."""
     tiles, config = prepared.dq, prepared.dq_config
-    groups = shapes.batch * shapes.heads
     dq = empty_gradient(q)
-    heads_at_once, programs = grid_of(tiles, config, groups)
+    problem = Problem.of(q, k, v, d_out, tiles, options)
+    schedule = Schedule.of(tiles, config, shapes.batch, shapes.heads)
+    int64_offsets = needs_int64_offsets(q, k, v, d_out, dq, options.bias)
+    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets)
     launch = kernel_launch(
-        dq_kernel,
-        programs,
-        lists_of(tiles),
-        (
-            *shapes.strides(q, k, v, d_out), *dq.stride()[:3], *bias_strides(options.bias), *mask_strides(tiles),
-            groups, shapes.heads, shapes.group, shapes.q_len, *shapes.widths, len(tiles.items), heads_at_once,
-            tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options), *dropout_of(options),
-        ),
-        (
-            *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
-            needs_int64_offsets(q, k, v, d_out, dq, options.bias), precision_of(q), config.num_stages,
-            options.dropout_p > 0,
-        ),
-        config,
-        q.device,
+        dq_kernel, schedule.programs, (TileLists.of(tiles),), (problem, schedule, Strides(*dq.stride()[:3])),
+        (choices,), config, q.device,
     )  # fmt: skip
     merge = _bind_merge(tiles, dq, shapes.block_d, options.scale)
-    chunks = groups * tiles.slots * block_sizes(tiles)[1] * shapes.block_d
+    chunks = schedule.groups * tiles.slots * choices.block_m * shapes.block_d
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
         dq = empty_gradient(q)
         chunk = stats.new_empty(chunks) if chunks else stats
-        launch(q, k, v, d_out, stats, bias, dq, chunk, seed)
+        launch(q, k, v, d_out, stats, bias, seed, dq, chunk)
         merge(dq, chunk)
         return dq
 
@@ -220,30 +203,19 @@ def _bind_dkv(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`call(q, k, v, d_out, stats, bias, seed) -> (dk, dv)`."""
     tiles, config = prepared.dkv, prepared.dkv_config
-    groups = shapes.batch * shapes.kv_heads
     dk, dv = empty_gradient(k), empty_gradient(v)
-    heads_at_once, programs = grid_of(tiles, config, groups)
+    problem = Problem.of(q, k, v, d_out, tiles, options)
+    schedule = Schedule.of(tiles, config, shapes.batch, shapes.kv_heads)
+    int64_offsets = needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias)
+    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets)
     launch = kernel_launch(
-        dkv_kernel,
-        programs,
-        lists_of(tiles),
-        (
-            *shapes.strides(q, k, v, d_out), *dk.stride()[:3], *dv.stride()[:3], *bias_strides(options.bias),
-            *mask_strides(tiles), groups, shapes.kv_heads, shapes.group, shapes.q_len, shapes.kv_len, *shapes.widths,
-            len(tiles.items), heads_at_once, tiles.row_blocks, tiles.slots, shapes.stat_size, *scales_of(options),
-            *dropout_of(options),
-        ),
-        (
-            *block_sizes(tiles), *shapes.blocks, *kinds_of(tiles), *modes_of(options), shapes.unit,
-            needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias), precision_of(q), config.num_stages,
-            options.dropout_p > 0,
-        ),
-        config,
-        q.device,
+        dkv_kernel, schedule.programs, (TileLists.of(tiles),),
+        (problem, schedule, Strides(*dk.stride()[:3]), Strides(*dv.stride()[:3]), shapes.kv_len),
+        (choices,), config, q.device,
     )  # fmt: skip
     merge_dk = _bind_merge(tiles, dk, shapes.block_d, options.scale)
     merge_dv = _bind_merge(tiles, dv, shapes.block_v, 1.0)
-    rows = groups * tiles.slots * block_sizes(tiles)[1]
+    rows = schedule.groups * tiles.slots * choices.block_m
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor
@@ -252,7 +224,7 @@ def _bind_dkv(
         dk_chunk = dv_chunk = stats
         if rows:
             dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (shapes.block_d, shapes.block_v))
-        launch(q, k, v, d_out, stats, bias, dk, dv, dk_chunk, dv_chunk, seed)
+        launch(q, k, v, d_out, stats, bias, seed, dk, dv, dk_chunk, dv_chunk)
         merge_dk(dk, dk_chunk)
         merge_dv(dv, dv_chunk)
         return dk, dv
@@ -264,34 +236,24 @@ def _bind_d_bias(
     shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias, seed) -> d_bias` for a bias that has a value for every key."""
-    tiles, bias = prepared.dkv, options.bias
+    tiles, config, bias = prepared.dkv, prepared.dkv_config, options.bias
     assert bias is not None
     bias_batch, bias_heads, bias_rows, _ = bias.shape
+    problem = Problem.of(q, k, v, d_out, tiles, options)
+    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets=True)
     launch = kernel_launch(
         bias_gradient_kernel,
         bias_batch * bias_heads * tiles.row_blocks,
-        (
-            tiles.pattern_of, tiles.row_block_ptr, tiles.partial_count, tiles.columns, tiles.tile_bitmap, tiles.bitmaps,
-            row_order_of(tiles),
-        ),
-        (
-            *shapes.strides(q, k, v, d_out), *bias_strides(bias), *mask_strides(tiles), bias_heads,
-            shapes.batch // bias_batch, shapes.heads // bias_heads, shapes.heads, shapes.group, shapes.q_len,
-            shapes.kv_len, *shapes.widths, tiles.row_blocks, shapes.stat_size, options.scale, options.softcap,
-            *dropout_of(options),
-        ),
-        (
-            *block_sizes(tiles), *shapes.blocks, bias_rows > 1, tiles.has_partial, tiles.has_full,
-            tiles.row_order.numel() > 0, options.softcap > 0, options.sinks is not None, shapes.unit, precision_of(q),
-            prepared.dkv_config.num_stages, options.dropout_p > 0,
-        ),
-        prepared.dkv_config,
+        (TileLists.of(tiles),),
+        (problem, bias_heads, shapes.batch // bias_batch, shapes.heads // bias_heads, shapes.heads, shapes.kv_len),
+        (bias_rows > 1, choices),
+        config,
         q.device,
-    )  # fmt: skip
+    )
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
         d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        launch(q, k, v, d_out, stats, bias, d_bias, seed)
+        launch(q, k, v, d_out, stats, bias, seed, d_bias)
         return d_bias.to(bias.dtype)
 
     return call
@@ -317,9 +279,9 @@ def _bind_merge(tiles: BackwardTiles, out: Tensor, width: int, scale: float) -> 
     return kernel_launch(
         merge_kernel,
         batch * heads * splits,
-        (tiles.splits, row_order_of(tiles)),
-        (*out.stride()[:3], heads, rows, out_width, splits, tiles.slots, scale),
-        (*block_sizes(tiles)[:2], width, tiles.row_order.numel() > 0),
+        (tiles.splits, TileLists.of(tiles).row_order),
+        (Strides(*out.stride()[:3]), heads, rows, out_width, splits, tiles.slots, scale),
+        (tiles.block_m, product_rows(tiles), width, tiles.row_order.numel() > 0),
         KernelConfig(),
         out.device,
     )

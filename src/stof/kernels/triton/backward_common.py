@@ -17,17 +17,64 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 from stof.kernels.triton import backward_tiles
+from stof.kernels.triton.dropout_mask import kept_weights
 from stof.kernels.triton.softcap import softcapped
 from stof.runtime.pdl import launch_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NAN_ROW_BLOCK = tl.constexpr(backward_tiles.NAN_ROW_BLOCK)
+# Triton's cache keys hold constants of a module that are named, not fields of an object.
+ROW_BLOCK, CHUNK, CHUNKS, SLOT = (tl.constexpr(field) for field in backward_tiles.ITEM)
+ITEM_SIZE = tl.constexpr(len(backward_tiles.ITEM))
+
+# What the kernels of gradients read: pointers to q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv],
+# d_out [B, H, Sq, Dv], the output of `row_stats_kernel` and a bias; both values of a seed.
+Inputs = namedtuple("Inputs", "q k v d_out stats bias seed")
+# A query head of a batch entry: pointers to its part of each tensor, and its number b * H + h.
+Head = namedtuple("Head", "q k v d_out stats bias seed number")
+# A row block of keys, which stays in registers: k [BLOCK_M, BLOCK_D], v [BLOCK_M, BLOCK_V], see `block_rows`.
+KeyRows = namedtuple("KeyRows", "k v row row_ok")
+
+
+@triton.jit
+@no_type_check
+def head_of(inputs, b, head, kv_head, heads, problem, CONFIG: tl.constexpr):
+    """Where a query head of a batch entry begins."""
+    b64, head64, kv_head64 = b.to(tl.int64), head.to(tl.int64), kv_head.to(tl.int64)
+    return Head(
+        q=inputs.q + (b64 * problem.q.b + head64 * problem.q.h) * CONFIG.unit,
+        k=inputs.k + (b64 * problem.k.b + kv_head64 * problem.k.h) * CONFIG.unit,
+        v=inputs.v + (b64 * problem.v.b + kv_head64 * problem.v.h) * CONFIG.unit,
+        d_out=inputs.d_out + (b64 * problem.d_out.b + head64 * problem.d_out.h) * CONFIG.unit,
+        stats=inputs.stats + (b64 * heads + head) * problem.q_len,
+        bias=inputs.bias + b64 * problem.bias.b + head64 * problem.bias.h,
+        seed=inputs.seed,
+        number=b * heads + head,
+    )
+
+
+@triton.jit
+@no_type_check
+def item_of(schedule):
+    """The work item of this program, and the group of heads; there may be no such group."""
+    program, at_once = tl.program_id(0), schedule.heads_at_once
+    item = program % (schedule.items * at_once) // at_once
+    return item, program // (schedule.items * at_once) * at_once + program % at_once
+
+
+@triton.jit
+@no_type_check
+def pattern_row_block(row_block, tiles, b, head, problem):
+    """The number of a row block among those of all patterns."""
+    pattern = tl.load(tiles.pattern_of + b * problem.mask_b + head * problem.mask_h)
+    return row_block + pattern * problem.row_blocks
 
 
 @triton.jit
@@ -46,41 +93,115 @@ def block_rows(row_block, row_order_ptr, n_rows, BLOCK_R: tl.constexpr, BLOCK_M:
 
 @triton.jit
 @no_type_check
-def chunk_tiles(row_block_ptr, partial_count_ptr, number, chunk, chunks):
+def chunk_tiles(tiles, number, chunk, chunks):
     """Tiles of a chunk of a row block: the partial ones from `begin` to `partial_end`, the full ones to `end`."""
-    first = tl.load(row_block_ptr + number)
-    tiles = tl.load(row_block_ptr + number + 1) - first
-    begin = first + chunk * tiles // chunks
-    end = first + (chunk + 1) * tiles // chunks
-    middle = first + tl.load(partial_count_ptr + number)
+    first = tl.load(tiles.row_block_ptr + number)
+    count = tl.load(tiles.row_block_ptr + number + 1) - first
+    begin = first + chunk * count // chunks
+    end = first + (chunk + 1) * count // chunks
+    middle = first + tl.load(tiles.partial_count + number)
     return begin, tl.minimum(end, middle), tl.maximum(begin, middle), end
 
 
 @triton.jit
 @no_type_check
-def nan_or_zero(partial_count_ptr, number):
-    """NaN where a row block has `NAN_ROW_BLOCK` partial tiles, else 0: its gradients must not look like an answer."""
-    return tl.where(tl.load(partial_count_ptr + number) == NAN_ROW_BLOCK, float("nan"), 0.0)
+def add_tiles(step: tl.constexpr, sums, span, tiles, rows, head, problem, CONFIG: tl.constexpr):
+    """`sums = step(sums, columns, words, rows, head, problem, PARTIAL, CONFIG)` for each tile of a chunk.
+
+    Args:
+        step: adds one tile, columns `[BLOCK_N]`, whose bitmap words are `[BLOCK_M, 4]` if it is PARTIAL.
+        sums: of the tiles before.
+        span: of `chunk_tiles`.
+        tiles: `TileLists`.
+        rows: those of the row block.
+        head: of `head_of`.
+    """
+    begin, partial_end, full_begin, end = span
+    n = tl.arange(0, CONFIG.block_n)
+    if CONFIG.has_partial:
+        # Columns and bitmap words are loaded one tile ahead, as in the forward: see `block_wise_kernel`.
+        r = tl.minimum(tl.arange(0, CONFIG.block_m), CONFIG.block_r - 1)
+        words_ptr = tiles.bitmaps + r[:, None] * 4 + tl.arange(0, 4)[None, :]
+        next_columns = tl.load(tiles.columns + begin * CONFIG.block_n + n)
+        next_words = tl.load(words_ptr + tl.maximum(tl.load(tiles.tile_bitmap + begin), 0) * (CONFIG.block_r * 4))
+        bitmap = tl.maximum(tl.load(tiles.tile_bitmap + begin + 1), 0)
+        for tile in tl.range(begin, partial_end, num_stages=CONFIG.stages):
+            columns, words = next_columns, next_words
+            next_columns = tl.load(tiles.columns + (tile + 1) * CONFIG.block_n + n)
+            next_words = tl.load(words_ptr + bitmap * (CONFIG.block_r * 4))
+            bitmap = tl.maximum(tl.load(tiles.tile_bitmap + tile + 2), 0)
+            sums = step(sums, columns, words, rows, head, problem, True, CONFIG)
+    if CONFIG.has_full:
+        lane = 0 if CONFIG.full_contiguous else n
+        further = n if CONFIG.full_contiguous else 0
+        next_columns = tl.load(tiles.columns + full_begin * CONFIG.block_n + lane)
+        for tile in tl.range(full_begin, end, num_stages=CONFIG.stages):
+            columns = next_columns + further
+            next_columns = tl.load(tiles.columns + (tile + 1) * CONFIG.block_n + lane)
+            sums = step(sums, columns, 0, rows, head, problem, False, CONFIG)
+    return sums
 
 
 @triton.jit
 @no_type_check
-def load_rows(base, at, width, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def nan_or_zero(tiles, number):
+    """NaN where a row block has `NAN_ROW_BLOCK` partial tiles, else 0: its gradients must not look like an answer."""
+    return tl.where(tl.load(tiles.partial_count + number) == NAN_ROW_BLOCK, float("nan"), 0.0)
+
+
+@triton.jit
+@no_type_check
+def load_rows(base, at, stride, width, WIDTH: tl.constexpr, PAD: tl.constexpr, CONFIG: tl.constexpr):
     """Rows of a tile, `[len(at), WIDTH]`, zeros past `width`; every row exists."""
     d = tl.arange(0, WIDTH)
+    at = at.to(tl.int64) if CONFIG.int64_offsets else at
+    ptrs = base + (at * (stride * CONFIG.unit))[:, None] + d[None, :]
     if PAD:
-        x = tl.load(base + at[:, None] + d[None, :], mask=(d < width)[None, :], other=0.0)
+        # A product with a constant: the compiler knows then that rows end at multiples of it.
+        x = tl.load(ptrs, mask=(d < width * CONFIG.unit)[None, :], other=0.0)
     else:
-        x = tl.load(base + at[:, None] + d[None, :])
+        x = tl.load(ptrs)
     return x
 
 
 @triton.jit
 @no_type_check
-def load_block(base, at, ok, width, WIDTH: tl.constexpr):
+def load_block(base, row, stride, ok, width, WIDTH: tl.constexpr, CONFIG: tl.constexpr):
     """Rows of a row block, zeros where there are none."""
     d = tl.arange(0, WIDTH)
-    return tl.load(base + at[:, None] + d[None, :], mask=ok[:, None] & (d < width)[None, :], other=0.0)
+    ptrs = base + (row * stride * CONFIG.unit)[:, None] + d[None, :]
+    return tl.load(ptrs, mask=ok[:, None] & (d < width * CONFIG.unit)[None, :], other=0.0)
+
+
+@triton.jit
+@no_type_check
+def key_rows(head, row, row_ok, problem, CONFIG: tl.constexpr):
+    """K and V of a row block of keys."""
+    k = load_block(head.k, row, problem.k.s, row_ok, problem.head_dim, CONFIG.block_d, CONFIG)
+    v = load_block(head.v, row, problem.v.s, row_ok, problem.value_dim, CONFIG.block_v, CONFIG)
+    return KeyRows(k=k, v=v, row=row, row_ok=row_ok)
+
+
+@triton.jit
+@no_type_check
+def load_queries(head, columns, problem, CONFIG: tl.constexpr):
+    """Of the queries of a tile: q and d_out, and lse, delta and share of `row_stats_kernel`."""
+    q = load_rows(head.q, columns, problem.q.s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
+    d_out = load_rows(head.d_out, columns, problem.d_out.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
+    lse = tl.load(head.stats + columns)
+    delta = tl.load(head.stats + problem.stat_size + columns)
+    share = delta
+    if CONFIG.has_sinks:
+        share = tl.load(head.stats + 2 * problem.stat_size + columns)
+    return q, d_out, lse[None, :], delta[None, :], share[None, :]
+
+
+@triton.jit
+@no_type_check
+def load_bias(head, query, key, ok, problem):
+    """Of a tile, whose rows are queries or keys."""
+    at = query.to(tl.int64) * problem.bias.q + key.to(tl.int64) * problem.bias.k
+    return tl.load(head.bias + at, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -90,28 +211,32 @@ def tile_weights(
     lse,  # in units of log 2, +inf where a row keeps nothing; broadcast over keys
     bias,
     keep,  # which scores count, unused when not PARTIAL
-    scale,  # times log2(e) unless HAS_SCORE_MOD
-    softcap,
+    problem,
     PARTIAL: tl.constexpr,
-    HAS_SCORE_MOD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Weights of a tile, without sinks, and the slope of the softcap, `[BLOCK_M, BLOCK_N]`."""
     slope = 1.0
-    if HAS_SCORE_MOD:
-        s = s * scale
-        if HAS_SOFTCAP:
-            s = softcapped(s / softcap, softcap)
-            slope = 1.0 - (s / softcap) * (s / softcap)
-        if HAS_BIAS:
+    if CONFIG.has_score_mod:
+        s = s * problem.score_scale
+        if CONFIG.has_softcap:
+            s = softcapped(s / problem.softcap, problem.softcap)
+            slope = 1.0 - (s / problem.softcap) * (s / problem.softcap)
+        if CONFIG.has_bias:
             s += bias
         p = tl.exp2(s * LOG2E - lse)
     else:
-        p = tl.exp2(s * scale - lse)
+        p = tl.exp2(s * problem.score_scale - lse)
     if PARTIAL:
         p = tl.where(keep, p, 0.0)
     return p, slope
+
+
+@triton.jit
+@no_type_check
+def kept_by_dropout(head, query, key, problem):
+    """Which weights of a tile stay; see `kept_weights`."""
+    return kept_weights(head.seed[0], head.seed[1], problem.threshold, head.number, query, key)
 
 
 @triton.jit
@@ -120,13 +245,13 @@ def tile_score_gradients(
     p,  # of `tile_weights`
     d_p,  # products of d_out and values
     delta,  # broadcast over keys, as share
-    share,  # of the softmax's denominator that is the keys', used when HAS_SINKS
+    share,  # of the softmax's denominator that is the keys', used with sinks
     keep,
     PARTIAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Gradients of a tile's scores, before the softcap."""
-    d_s = p * (share * d_p - delta) if HAS_SINKS else p * (d_p - delta)
+    d_s = p * (share * d_p - delta) if CONFIG.has_sinks else p * (d_p - delta)
     if PARTIAL:
         d_s = tl.where(keep, d_s, 0.0)  # what is dropped may be NaN, and 0 * NaN is NaN
     return d_s
@@ -134,11 +259,12 @@ def tile_score_gradients(
 
 @triton.jit
 @no_type_check
-def times_slope(d_s, slope, keep, PARTIAL: tl.constexpr):
+def times_slope(d_s, slope, keep, PARTIAL: tl.constexpr, CONFIG: tl.constexpr):
     """Gradients of scores before the softcap; where scores are dropped, the slope may be NaN."""
-    d_s = d_s * slope
-    if PARTIAL:
-        d_s = tl.where(keep, d_s, 0.0)
+    if CONFIG.has_softcap:
+        d_s = d_s * slope
+        if PARTIAL:
+            d_s = tl.where(keep, d_s, 0.0)
     return d_s
 
 
@@ -215,9 +341,7 @@ def merge_kernel(
     chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
     splits_ptr,  # [splits, 3] int32: row block, first slot, chunks
     row_order_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
+    stride,  # `Strides` of out
     heads,
     n_rows,
     width,
@@ -242,22 +366,24 @@ def merge_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for chunk in range(tl.load(split_ptr + 2)):
         acc += tl.load(chunk_ptr + (slot + chunk) * (BLOCK_M * BLOCK_D) + at)
-    base = out_ptr + (group // heads).to(tl.int64) * stride_b + (group % heads).to(tl.int64) * stride_h
+    base = out_ptr + (group // heads).to(tl.int64) * stride.b + (group % heads).to(tl.int64) * stride.h
     out = (acc * scale).to(out_ptr.dtype.element_ty)
-    tl.store(base + row.to(tl.int64)[:, None] * stride_s + d[None, :], out, row_ok[:, None] & (d < width)[None, :])
+    tl.store(base + row.to(tl.int64)[:, None] * stride.s + d[None, :], out, row_ok[:, None] & (d < width)[None, :])
 
 
 @triton.jit
 @no_type_check
 def store_sums(
     acc,  # [BLOCK_M, BLOCK_D]
-    out_base,  # of the batch entry and head
-    chunk_ptr,
+    out_ptr,
+    stride,  # `Strides` of out
+    b,
+    head,
+    chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
     slot,
     chunks,
     row,
     row_ok,
-    stride_s,
     width,
     scale,
     SPLIT: tl.constexpr,
@@ -267,10 +393,11 @@ def store_sums(
     """Write a gradient, or a chunk's partial sums of it without the scale."""
     d = tl.arange(0, BLOCK_D)
     unsplit = row_ok
+    out_base = out_ptr + b.to(tl.int64) * stride.b + head.to(tl.int64) * stride.h
     if SPLIT:
         r = tl.arange(0, BLOCK_M)
         at = r[:, None] * BLOCK_D + d[None, :]
         tl.store(chunk_ptr + slot * (BLOCK_M * BLOCK_D) + at, acc, mask=((r >= 0) & (chunks > 1))[:, None])
         unsplit = row_ok & (chunks == 1)
     out = (acc * scale).to(out_base.dtype.element_ty)
-    tl.store(out_base + row[:, None] * stride_s + d[None, :], out, mask=unsplit[:, None] & (d < width)[None, :])
+    tl.store(out_base + row[:, None] * stride.s + d[None, :], out, mask=unsplit[:, None] & (d < width)[None, :])

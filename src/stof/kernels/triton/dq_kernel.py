@@ -2,95 +2,63 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 from stof.kernels.triton.backward_common import (
+    CHUNK,
+    CHUNKS,
+    ITEM_SIZE,
+    ROW_BLOCK,
+    SLOT,
+    Inputs,
+    add_tiles,
     block_rows,
     chunk_tiles,
+    head_of,
+    item_of,
+    kept_by_dropout,
+    load_bias,
     load_block,
     load_rows,
     nan_or_zero,
+    pattern_row_block,
     store_sums,
     tile_score_gradients,
     tile_weights,
     times_slope,
 )
-from stof.kernels.triton.backward_tiles import ITEM
-from stof.kernels.triton.dropout_mask import kept_weights, load_seed
+from stof.kernels.triton.dropout_mask import load_seed
 from stof.kernels.triton.tile_bits import kept_scores
 from stof.runtime.pdl import launch_next_and_wait
 
-# Triton's cache keys hold constants of a module that are named, not fields of an object.
-ROW_BLOCK, CHUNK, CHUNKS, SLOT = (tl.constexpr(field) for field in ITEM)
-ITEM_SIZE = tl.constexpr(len(ITEM))
+# A row block of queries, which stays in registers: q [BLOCK_M, BLOCK_D], d_out [BLOCK_M, BLOCK_V], the others
+# [BLOCK_M], of `row_stats_kernel` and `block_rows`.
+QueryRows = namedtuple("QueryRows", "q d_out lse delta share row row_ok")
 
 
 @triton.jit
 @no_type_check
-def _dq_tile(
-    q,  # [BLOCK_M, BLOCK_D]
-    d_out,  # [BLOCK_M, BLOCK_V]
-    dq,  # [BLOCK_M, BLOCK_D] float32
-    lse,  # [BLOCK_M], as delta and share
-    delta,
-    share,
-    columns,  # [BLOCK_N] keys
-    words,
-    k_base,
-    v_base,
-    bias_base,
-    row,
-    row_ok,
-    stride_ks,
-    stride_vs,
-    stride_bq,
-    stride_bk,
-    scale,
-    softcap,
-    head_dim,
-    value_dim,
-    head_number,  # b * H + h
-    seed,
-    offset,
-    threshold,
-    dropout_scale,
-    PARTIAL: tl.constexpr,
-    HAS_SCORE_MOD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Add one tile of keys to dq."""
-    at = columns.to(tl.int64) if INT64_OFFSETS else columns
-    k = load_rows(k_base, at * stride_ks, head_dim, BLOCK_D, PAD_D)
-    v = load_rows(v_base, at * stride_vs, value_dim, BLOCK_V, PAD_V)
-    keep = kept_scores(words, BLOCK_M, BLOCK_N) if PARTIAL else True
+def _dq_step(dq, columns, words, rows, head, problem, PARTIAL: tl.constexpr, CONFIG: tl.constexpr):
+    """Add one tile of keys to dq, float32 `[BLOCK_M, BLOCK_D]`; see `add_tiles`."""
+    k = load_rows(head.k, columns, problem.k.s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
+    v = load_rows(head.v, columns, problem.v.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
+    keep = kept_scores(words, CONFIG.block_m, CONFIG.block_n) if PARTIAL else True
     bias = 0.0
-    if HAS_BIAS:
-        bias_at = row.to(tl.int64)[:, None] * stride_bq + at[None, :] * stride_bk
-        bias = tl.load(bias_base + bias_at, mask=row_ok[:, None], other=0.0).to(tl.float32)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-    p, slope = tile_weights(s, lse[:, None], bias, keep, scale, softcap, PARTIAL, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS)
-    d_p = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-    if HAS_DROPOUT:
-        kept = kept_weights(seed, offset, threshold, head_number, row[:, None], columns[None, :])
-        d_p = tl.where(kept, d_p * dropout_scale, 0.0)
-    d_s = tile_score_gradients(p, d_p, delta[:, None], share[:, None], keep, PARTIAL, HAS_SINKS)
-    if HAS_SOFTCAP:
-        d_s = times_slope(d_s, slope, keep, PARTIAL)
-    return tl.dot(d_s.to(k.dtype), k, dq, input_precision=PRECISION)
+    if CONFIG.has_bias:
+        bias = load_bias(head, rows.row[:, None], columns[None, :], rows.row_ok[:, None], problem)
+    s = tl.dot(rows.q, tl.trans(k), input_precision=CONFIG.precision)  # [BLOCK_M, BLOCK_N]
+    p, slope = tile_weights(s, rows.lse[:, None], bias, keep, problem, PARTIAL, CONFIG)
+    d_p = tl.dot(rows.d_out, tl.trans(v), input_precision=CONFIG.precision)
+    if CONFIG.has_dropout:
+        kept = kept_by_dropout(head, rows.row[:, None], columns[None, :], problem)
+        d_p = tl.where(kept, d_p * problem.dropout_scale, 0.0)
+    d_s = tile_score_gradients(p, d_p, rows.delta[:, None], rows.share[:, None], keep, PARTIAL, CONFIG)
+    d_s = times_slope(d_s, slope, keep, PARTIAL, CONFIG)
+    return tl.dot(d_s.to(k.dtype), k, dq, input_precision=CONFIG.precision)
 
 
 @triton.jit
@@ -102,155 +70,56 @@ def dq_kernel(
     d_out_ptr,  # [B, H, Sq, Dv]
     stats_ptr,  # of `row_stats_kernel`
     bias_ptr,  # broadcast to [B, H, Sq, Skv] by strides of 0
+    seed_ptr,  # [2] int64
     dq_ptr,  # [B, H, Sq, D]
     chunk_ptr,  # [groups, slots, BLOCK_M, BLOCK_D] float32
-    seed_ptr,  # [2] int64
-    pattern_ptr,  # fields of `BackwardTiles` of the forward layout
-    items_ptr,
-    row_block_ptr,
-    partial_count_ptr,
-    columns_ptr,
-    tile_bitmap_ptr,
-    bitmaps_ptr,
-    row_order_ptr,
-    stride_qb,  # strides of q, k, v and d_out count UNIT elements
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    stride_dqb,
-    stride_dqh,
-    stride_dqs,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    mask_stride_b,
-    mask_stride_h,
-    groups,  # batch entries times heads
-    heads,
-    heads_per_group,  # query heads per key head
-    q_len,
-    head_dim,  # counts UNIT elements, as value_dim
-    value_dim,
-    items,
-    heads_at_once,  # neighbouring groups that run the same item at the same time, for the L2 cache
-    row_blocks,
-    slots,
-    stat_size,
-    score_scale,  # times log2(e) unless HAS_SCORE_MOD
-    scale,
-    softcap,
-    threshold,  # of dropout
-    dropout_scale,  # 1 / (1 - p)
-    BLOCK_R: tl.constexpr,  # rows of a row block
-    BLOCK_M: tl.constexpr,  # rows of the matrix products, at least BLOCK_R
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
-    PATTERNS: tl.constexpr,  # several masks: look up which
-    HAS_PARTIAL: tl.constexpr,
-    HAS_FULL: tl.constexpr,
-    FULL_CONTIGUOUS: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_NAN: tl.constexpr,
-    HAS_SCORE_MOD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    tiles,  # `TileLists` of the forward layout
+    problem,  # `Problem`
+    schedule,  # `Schedule`
+    stride_dq,  # `Strides`
+    CONFIG: tl.constexpr,  # `BackwardConfig`
     USE_PDL: tl.constexpr,
 ):
     """Gradients of the queries of one row block, or a chunk's part of them."""
     launch_next_and_wait(USE_PDL)
-    head_dim = head_dim * UNIT
-    value_dim = value_dim * UNIT
-    program = tl.program_id(0)
-    item = program % (items * heads_at_once) // heads_at_once
-    group = program // (items * heads_at_once) * heads_at_once + program % heads_at_once
-    if group >= groups:
+    item, group = item_of(schedule)
+    if group >= schedule.groups:
         return
-    b = group // heads
-    head = group % heads
-    number = tl.load(items_ptr + item * ITEM_SIZE + ROW_BLOCK)
-    chunk = tl.load(items_ptr + item * ITEM_SIZE + CHUNK)
-    chunks = tl.load(items_ptr + item * ITEM_SIZE + CHUNKS)
-    row, row_ok = block_rows(number, row_order_ptr, q_len, BLOCK_R, BLOCK_M, PERMUTED)
-    if PATTERNS:
-        number += tl.load(pattern_ptr + b * mask_stride_b + head * mask_stride_h) * row_blocks
-    begin, partial_end, full_begin, end = chunk_tiles(row_block_ptr, partial_count_ptr, number, chunk, chunks)
+    b = group // schedule.heads
+    q_head = group % schedule.heads
+    item_ptr = tiles.items + item * ITEM_SIZE
+    number = tl.load(item_ptr + ROW_BLOCK)
+    chunk = tl.load(item_ptr + CHUNK)
+    chunks = tl.load(item_ptr + CHUNKS)
+    row, row_ok = block_rows(number, tiles.row_order, problem.q_len, CONFIG.block_r, CONFIG.block_m, CONFIG.permuted)
+    if CONFIG.patterns:
+        number = pattern_row_block(number, tiles, b, q_head, problem)
+    span = chunk_tiles(tiles, number, chunk, chunks)
 
-    b64, head64, kv_head64 = b.to(tl.int64), head.to(tl.int64), (head // heads_per_group).to(tl.int64)
-    row = row.to(tl.int64) if INT64_OFFSETS else row
-    q_base = q_ptr + (b64 * stride_qb + head64 * stride_qh) * UNIT
-    d_out_base = d_out_ptr + (b64 * stride_gb + head64 * stride_gh) * UNIT
-    stats = stats_ptr + group.to(tl.int64) * q_len + row
+    row = row.to(tl.int64) if CONFIG.int64_offsets else row
+    inputs = Inputs(
+        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, bias=bias_ptr,
+        seed=load_seed(seed_ptr, CONFIG.has_dropout),
+    )  # fmt: skip
+    head = head_of(inputs, b, q_head, q_head // problem.heads_per_group, schedule.heads, problem, CONFIG)
+    stats = head.stats + row
     lse = tl.load(stats, mask=row_ok, other=float("inf"))
-    delta = tl.load(stats + stat_size, mask=row_ok, other=0.0)
+    delta = tl.load(stats + problem.stat_size, mask=row_ok, other=0.0)
     share = delta
-    if HAS_SINKS:
-        share = tl.load(stats + 2 * stat_size, mask=row_ok, other=0.0)
+    if CONFIG.has_sinks:
+        share = tl.load(stats + 2 * problem.stat_size, mask=row_ok, other=0.0)
     # Rows that keep nothing may hold NaN.
     some = row_ok & (lse != float("inf"))
-    q = load_block(q_base, row * stride_qs * UNIT, some, head_dim, BLOCK_D)
-    d_out = load_block(d_out_base, row * stride_gs * UNIT, some, value_dim, BLOCK_V)
-    k_base = k_ptr + (b64 * stride_kb + kv_head64 * stride_kh) * UNIT
-    v_base = v_ptr + (b64 * stride_vb + kv_head64 * stride_vh) * UNIT
-    bias_base = bias_ptr + b64 * stride_bb + head64 * stride_bh
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_NAN:
-        dq += nan_or_zero(partial_count_ptr, number)
-    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
+    q = load_block(head.q, row, problem.q.s, some, problem.head_dim, CONFIG.block_d, CONFIG)
+    d_out = load_block(head.d_out, row, problem.d_out.s, some, problem.value_dim, CONFIG.block_v, CONFIG)
+    rows = QueryRows(q=q, d_out=d_out, lse=lse, delta=delta, share=share, row=row, row_ok=row_ok)
+    dq = tl.full([CONFIG.block_m, CONFIG.block_d], 0.0, tl.float32)
+    if CONFIG.has_nan:
+        dq += nan_or_zero(tiles, number)
+    dq = add_tiles(_dq_step, dq, span, tiles, rows, head, problem, CONFIG)
 
-    n = tl.arange(0, BLOCK_N)
-    if HAS_PARTIAL:
-        # Columns and bitmap words are loaded one tile ahead, as in the forward: see `block_wise_kernel`.
-        r = tl.minimum(tl.arange(0, BLOCK_M), BLOCK_R - 1)
-        words_ptr = bitmaps_ptr + r[:, None] * 4 + tl.arange(0, 4)[None, :]
-        next_columns = tl.load(columns_ptr + begin * BLOCK_N + n)
-        next_words = tl.load(words_ptr + tl.maximum(tl.load(tile_bitmap_ptr + begin), 0) * (BLOCK_R * 4))
-        bitmap = tl.maximum(tl.load(tile_bitmap_ptr + begin + 1), 0)
-        for tile in tl.range(begin, partial_end, num_stages=STAGES):
-            columns, words = next_columns, next_words
-            next_columns = tl.load(columns_ptr + (tile + 1) * BLOCK_N + n)
-            next_words = tl.load(words_ptr + bitmap * (BLOCK_R * 4))
-            bitmap = tl.maximum(tl.load(tile_bitmap_ptr + tile + 2), 0)
-            dq = _dq_tile(
-                q, d_out, dq, lse, delta, share, columns, words, k_base, v_base, bias_base, row, row_ok,
-                stride_ks * UNIT, stride_vs * UNIT, stride_bq, stride_bk, score_scale, softcap, head_dim, value_dim,
-                group, seed, offset, threshold, dropout_scale, True, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS,
-                PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-    if HAS_FULL:
-        lane = 0 if FULL_CONTIGUOUS else n
-        further = n if FULL_CONTIGUOUS else 0
-        next_columns = tl.load(columns_ptr + full_begin * BLOCK_N + lane)
-        for tile in tl.range(full_begin, end, num_stages=STAGES):
-            columns = next_columns + further
-            next_columns = tl.load(columns_ptr + (tile + 1) * BLOCK_N + lane)
-            dq = _dq_tile(
-                q, d_out, dq, lse, delta, share, columns, 0, k_base, v_base, bias_base, row, row_ok,
-                stride_ks * UNIT, stride_vs * UNIT, stride_bq, stride_bk, score_scale, softcap, head_dim, value_dim,
-                group, seed, offset, threshold, dropout_scale, False, HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, HAS_SINKS,
-                PAD_D, PAD_V, INT64_OFFSETS, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-
-    slot = group.to(tl.int64) * slots + tl.load(items_ptr + item * ITEM_SIZE + SLOT)
+    slot = group.to(tl.int64) * schedule.slots + tl.load(item_ptr + SLOT)
     store_sums(
-        dq, dq_ptr + b64 * stride_dqb + head64 * stride_dqh, chunk_ptr, slot, chunks, row, row_ok, stride_dqs,
-        head_dim, scale, SPLIT, BLOCK_M, BLOCK_D,
+        dq, dq_ptr, stride_dq, b, q_head, chunk_ptr, slot, chunks, row, row_ok, problem.head_dim * CONFIG.unit,
+        problem.scale, CONFIG.split, CONFIG.block_m, CONFIG.block_d,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,43 @@ from torch import Tensor
 _ROW_UNITS = {torch.float16: 8, torch.bfloat16: 8}
 
 
+class Strides(NamedTuple):
+    """Of a `[B, H, S, D]` tensor, whose rows are contiguous."""
+
+    b: int
+    h: int
+    s: int
+
+
+class BiasStrides(NamedTuple):
+    """Of a bias, 0 in dimensions that it broadcasts."""
+
+    b: int
+    h: int
+    q: int
+    k: int
+
+    @classmethod
+    def of(cls, bias: Tensor | None) -> BiasStrides:
+        if bias is None:
+            return cls(0, 0, 0, 0)
+        return cls(*[0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)])
+
+
 def row_unit(x: Tensor) -> int:
     """Elements of which rows of a tile are multiples."""
     return _ROW_UNITS.get(x.dtype, 1)
 
 
-def row_strides(x: Tensor) -> list[int]:
-    """Those of the first three dimensions, 0 where a dimension has one entry."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+def row_strides(x: Tensor, unit: int = 1) -> Strides:
+    """In units of so many elements, 0 where a dimension has one entry."""
+    return Strides(*[0 if size == 1 else n // unit for size, n in zip(x.shape[:3], x.stride()[:3], strict=True)])
+
+
+def mask_strides(pattern_of: Tensor) -> tuple[int, int]:
+    """Of `pattern_of [mask_batch, mask_heads]`, 0 in dimensions that it broadcasts."""
+    batch, heads = pattern_of.shape
+    return 0 if batch == 1 else heads, 0 if heads == 1 else 1
 
 
 def rows_fit(x: Tensor, unit: int) -> bool:
