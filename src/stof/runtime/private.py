@@ -36,7 +36,6 @@ __all__ = [
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
-    "backward_node",
     "break_graph",
     "copy_all",
     "copy_sources",
@@ -61,9 +60,11 @@ __all__ = [
     "is_plain",
     "is_traced",
     "launcher_of",
+    "next_node_number",
     "outside_tracing",
     "pytree",
     "raw_stream",
+    "running_node_number",
     "storage_id",
     "takes_derivatives",
     "version_of",
@@ -201,14 +202,26 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and type(torch.empty(0)) is Tensor
 
 
-def backward_node() -> torch.autograd.graph.Node | None:
-    """The node that autograd runs in this thread, None outside of backward passes.
+def running_node_number() -> int | None:
+    """The number of the node that autograd runs in this thread, -1 if it is not known, None outside of backward passes.
 
-    `torch._C._current_autograd_node`; no public function says so. Without it, calls that activation checkpointing
-    recomputes look like first ones.
+    Threads number their nodes in the order in which they make them. `torch._C._current_graph_task_id`,
+    `_current_autograd_node` (None under compiled autograd), `Node._sequence_nr`; no public function says so. Without
+    them, calls that activation checkpointing recomputes look like first ones.
     """
+    if torch._C._current_graph_task_id() == -1:
+        return None
     node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-    return node
+    return -1 if node is None else node._sequence_nr()
+
+
+def next_node_number() -> int:
+    """The number of the next node that autograd makes in this thread.
+
+    `torch._C._autograd._get_sequence_nr`: without it, each change of a mask would need a node of its own, to read its
+    number.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def is_exporting() -> bool:
