@@ -224,8 +224,23 @@ def test_updates_between_both_passes_are_refused(kind: str) -> None:
         out.sum().backward()
         out = checkpoint(stof.attention, q, k, v, plan, use_reentrant=use_reentrant)
         plan.update(example(kind))
+        stof.attention(q, k, v, plan)
         with pytest.raises(PlanMismatchError, match="updated between a call and"):
             out.sum().backward()
+
+
+def test_updates_in_a_checkpointed_function_are_refused() -> None:
+    q, k, v = inputs()
+    plan = stof.dynamic_plan(example(KINDS[0]), 90, heads=HEADS)
+
+    def run(*tensors: Tensor) -> Tensor:
+        out = stof.attention(*(x.detach() for x in tensors), plan)
+        plan.update(example(KINDS[0]))
+        return (out + tensors[0]).sin()
+
+    for use_reentrant in (False, True):
+        with pytest.raises(PlanMismatchError, match=r"(?s)updated.*activation checkpointing"):
+            checkpoint(run, q, k, v, use_reentrant=use_reentrant).sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import stof
 from stof import masks
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError
 from stof.kernels.dropout import Dropout, dense_kept_weights, draw_seed
 from tests.integrations import models
 
@@ -234,91 +231,6 @@ def test_optimized_models_train(caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
         trained = model.eval()(**inputs).logits
         torch.testing.assert_close(stof.optimize(model, mask=window)(**inputs).logits, trained, atol=1e-4, rtol=1e-4)
-
-
-def test_checkpointed_layers_are_recomputed_under_the_masks_of_their_calls() -> None:
-    """Gradients do not change with the sparse masks that layers have when the backward pass recomputes them."""
-    ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
-    model = hf.enable(training(models.llama()))
-    model.config.use_cache = False
-
-    def gradients_of(losses: Callable[[], Tensor]) -> dict[str, Tensor]:
-        model.zero_grad()
-        losses().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    def dense() -> Tensor:
-        return model(ids).logits.sin().sum()
-
-    def sparse() -> Tensor:
-        with hf.sparsify(model, window):
-            return dense()
-
-    def both() -> Tensor:
-        return dense() + 3 * sparse()
-
-    expected = [gradients_of(losses) for losses in (dense, sparse, both)]
-    models.checkpoint_activations(model)
-    for losses, wanted in zip((dense, sparse, both), expected, strict=True):
-        assert_equal(gradients_of(losses), wanted)
-
-
-def test_checkpointed_models_are_recomputed_under_the_masks_of_their_calls_or_refused() -> None:
-    """A model that is recomputed makes a new mask object."""
-    ids, window = torch.randint(1, models.VOCABULARY, (2, 30)), masks.sliding_window(3)
-    model = hf.enable(training(models.llama()))
-
-    def run(embeds: Tensor) -> Tensor:
-        return model(inputs_embeds=embeds, use_cache=False).logits.sin().sum()
-
-    def loss(use_reentrant: bool = False) -> Tensor:
-        return checkpoint(run, model.get_input_embeddings()(ids), use_reentrant=use_reentrant)
-
-    def gradient(loss: Tensor) -> Tensor:
-        model.zero_grad()
-        loss.backward()
-        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
-
-    gradient(loss(use_reentrant=True))  # no layer had a sparse mask
-    for mask in (window, None, masks.sliding_window(5)):  # changed between steps, with an evaluation in between
-        with hf.sparsify(model, mask):
-            expected = gradient(run(model.get_input_embeddings()(ids)))
-            torch.testing.assert_close(gradient(loss()), expected)
-            late = loss()
-        with torch.no_grad():
-            run(model.eval().get_input_embeddings()(ids))
-        model.train()
-        torch.testing.assert_close(gradient(late), expected)
-        del late
-    dense = loss()
-    with hf.sparsify(model, window):
-        both = dense + loss()
-        for _ in range(2):
-            with pytest.raises(UnsupportedError, match="once for each mask"):
-                both.backward()
-        del both, dense
-        gradient(loss())
-        with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-            gradient(loss(use_reentrant=True))
-    alive = run(model.get_input_embeddings()(ids))  # says nothing about calls without a graph
-    with hf.sparsify(model, window), pytest.raises(UnsupportedError, match="use_reentrant=False"):
-        gradient(loss(use_reentrant=True))
-    del alive
-
-
-def test_remembered_calls_are_forgotten() -> None:
-    model = hf.enable(training(models.llama()))
-    ids = torch.randint(1, models.VOCABULARY, (1, 20))
-    kept = []
-    for _ in range(4):
-        mask = masks.from_dense(torch.ones(20, 20, dtype=torch.bool))
-        kept.append(weakref.ref(mask))
-        with hf.sparsify(model, mask):
-            model(ids).logits.sum().backward()
-    del mask
-    stof.plan_cache.clear()
-    gc.collect()
-    assert not any(reference() for reference in kept)
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"cuda_graphs": "whole"}])

@@ -26,7 +26,7 @@ from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.runtime import streams
 from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
-from stof.runtime.private import backward_node
+from stof.runtime.recomputation import Changes
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices
@@ -48,8 +48,8 @@ class DynamicPlan(Plan):
 
     Calls may ask for gradients, except under `vertical_slash` and, on a GPU, with a bias. The first such call makes
     lists for the backward pass, which later updates fill as well; make it before an update is captured. An update
-    between a call and its backward pass makes that pass raise `PlanMismatchError`. Replays of captured updates go
-    unnoticed, and so do updates, followed by other calls, before reentrant checkpointing recomputes a call.
+    between a call and its backward pass makes that pass raise `PlanMismatchError`, and so does one inside of a
+    function under activation checkpointing. Replays of captured updates go unnoticed.
 
     Calls and updates may be on any streams: each waits for what it depends on. The caller orders those of one capture,
     replays of graphs that hold some of them, and calls and updates by several threads.
@@ -70,7 +70,7 @@ class DynamicPlan(Plan):
         self._captured = False
         self._streams: set[int] = set()
         self.updates = 0
-        self._called_after: int | None = None  # updates; of the latest call outside of backward passes
+        self._changes = Changes()
         dims = mask.dims(*sizes)
         geometry = self._geometry_of(mask, lengths, device)
         super().__init__(repr(mask), lengths, dims, device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
@@ -118,6 +118,11 @@ class DynamicPlan(Plan):
         if mask_signature(mask) != mask_signature(self._mask):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
+            )
+        if not self._changes.change():
+            raise PlanMismatchError(
+                "a dynamic plan is updated in a backward pass, which recomputes a function that updates it (activation "
+                "checkpointing); update it outside of the function, and after the backward pass"
             )
         self._take(mask, stream)
 
@@ -229,12 +234,10 @@ class DynamicPlan(Plan):
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
-        if backward_node() is None:
-            self._called_after = self.updates
-        elif self._called_after not in (None, self.updates):  # activation checkpointing
+        if not self._changes.call():
             raise PlanMismatchError(
-                "a dynamic plan was updated between a call and the backward pass that recomputes it, which would be "
-                "under another mask; update it after the backward pass"
+                "a dynamic plan was updated between a call and the backward pass that recomputes it (activation "
+                "checkpointing), or is updated and used by several threads; update it after the backward pass"
             )
         self.wait_for_update()
         return super().find_call(*arguments)

@@ -40,7 +40,6 @@ __all__ = [
     "Launcher",
     "OpOverload",
     "OpOverloadPacket",
-    "backward_node",
     "break_graph",
     "copy_all",
     "copy_sources",
@@ -65,12 +64,14 @@ __all__ = [
     "is_plain",
     "is_traced",
     "launcher_of",
+    "next_node_number",
     "outside_tracing",
     "past_modes",
     "pytree",
     "raw_stream",
     "recomputes_random_numbers",
     "recomputes_saved_values",
+    "running_node_number",
     "storage_id",
     "takes_derivatives",
     "tensors_have_no_values",
@@ -258,14 +259,26 @@ def tensors_have_no_values() -> bool:
     return any(isinstance(mode, (FakeTensorMode, FunctionalTensorMode)) for mode in dispatch_modes())
 
 
-def backward_node() -> torch.autograd.graph.Node | None:
-    """The node that autograd runs in this thread, None outside of backward passes.
+def running_node_number() -> int | None:
+    """The number of the node that autograd runs in this thread, -1 if it is not known, None outside of backward passes.
 
-    `torch._C._current_autograd_node`; no public function says so. Without it, calls that activation checkpointing
-    recomputes look like first ones.
+    Threads number their nodes in the order in which they make them. `torch._C._current_graph_task_id`,
+    `_current_autograd_node` (None under compiled autograd), `Node._sequence_nr`; no public function says so. Without
+    them, calls that activation checkpointing recomputes look like first ones.
     """
+    if torch._C._current_graph_task_id() == -1:
+        return None
     node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-    return node
+    return -1 if node is None else node._sequence_nr()
+
+
+def next_node_number() -> int:
+    """The number of the next node that autograd makes in this thread.
+
+    `torch._C._autograd._get_sequence_nr`: without it, each change of a mask would need a node of its own, to read its
+    number.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def is_exporting() -> bool:

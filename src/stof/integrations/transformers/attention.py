@@ -13,7 +13,7 @@ from stof.handles import FULL, is_full
 from stof.integrations.transformers.mask_validation import check_scores, check_window
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
-from stof.integrations.transformers.sparse_mask import mask_of_call, remember_call
+from stof.integrations.transformers.sparse_mask import mask_of_call
 from stof.integrations.transformers.tensor_parallel import local_sinks, mask_of_rank
 from stof.masks import causal, from_dense
 from stof.runtime.private import is_traced
@@ -66,7 +66,7 @@ def attention_forward(
     refuse_unread(module, kwargs)
     if attention_mask is None:
         check_window(kwargs.get("sliding_window"), key.shape[2])
-    of_layer = mask_of_call(module, attention_mask)
+    of_layer = mask_of_call(module)
     sparse = None if of_layer is None else mask_of_rank(module, of_layer, query.shape[1])
     s_aux = local_sinks(s_aux, query)
     mask = _as_model_mask(module, query, key, attention_mask, is_causal)
@@ -106,7 +106,6 @@ def attention_forward(
             sinks=s_aux,
             dropout_p=dropout or 0.0,
         )
-    remember_call(module, of_layer, attention_mask, out)
     out = out.transpose(1, 2).contiguous()
     return out if nan is None else out.masked_fill(nan[:, :, None, None], torch.nan), None
 

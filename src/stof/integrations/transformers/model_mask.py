@@ -40,7 +40,6 @@ class ModelMask:
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
             that of all tokens, `shape` that of this rank's. Else None.
-        calls: the calls of layers that were given this object (`sparse_mask.remember_call`).
     """
 
     ndim = 4
@@ -69,7 +68,6 @@ class ModelMask:
         self.first_position = first_position
         self.exact_nan = exact_nan
         self.split = split
-        self.calls: set[Any] = set()
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     @property

@@ -76,7 +76,8 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions count from the
     start of the row, cached tokens, padding on the left and earlier sequences of a packed row included; random blocks
     are drawn among as many keys as a cache holds. The mask lives on the layers, for all threads, until it is replaced
-    or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned.
+    or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned. Under
+    activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the mask they have.
 
     A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
     `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
@@ -89,7 +90,9 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
 
     Raises:
         ArgumentError: no self-attention layer, another attention implementation, or a layer number out of range.
-        UnsupportedError: the `forward` of a layer was replaced on the instance, and never reaches stof's attention.
+        UnsupportedError: the `forward` of a layer was replaced on the instance, and never reaches stof's attention; or
+            in a backward pass, that is in a function under activation checkpointing, where masks may not change. Also
+            in a backward pass that recomputes a layer's call from before its mask changed.
         MaskError: something that is no mask.
 
     Examples:
