@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stof.errors import RankMismatchError, StofError, shown
 from stof.layout.survey import Survey
+from stof.runtime.private import past_modes
 from stof.selection import MaskGeometry
 
 # Masks of tensors and functions are named after random numbers of their process.
@@ -20,6 +21,7 @@ _IDENTITY = re.compile(r" ?#\d+[^,)\]>]*")
 SCORES_COMPARED = 2**24
 
 
+@past_modes
 def agree(group: dist.ProcessGroup, facts: Mapping[str, object], error: StofError | None) -> None:
     """Compare what the ranks of a group were called with; one exchange of small objects.
 

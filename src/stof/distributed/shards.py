@@ -22,6 +22,7 @@ from stof.masks.per_head import for_heads
 from stof.masks.reorder import in_ranges, joined
 from stof.plans.make import make_plan
 from stof.plans.plan import Plan
+from stof.runtime.private import past_modes
 from stof.selection import MaskGeometry
 
 
@@ -136,6 +137,7 @@ class Shards:
             return "\n".join(lines)
         return "\n".join([*lines, *describe_ways(self.costs, Sizes.of(q, k, v))])
 
+    @past_modes
     def way_for(self, sizes: Sizes) -> str:
         """The way that is estimated to be faster."""
         way = self._ways.get(sizes)
@@ -143,6 +145,7 @@ class Shards:
             way = self._ways[sizes] = choose_way(self.costs, sizes)
         return way
 
+    @past_modes
     def plan(self, way: str, sizes: Sizes, device: torch.device, sorted_keys: bool) -> Plan:
         """The plan of this rank's attention: of its heads, or of its rows.
 
@@ -164,6 +167,7 @@ class Shards:
             self._plans[key] = plan
         return plan
 
+    @past_modes
     def facts(self, sizes: Sizes) -> dict[str, str]:
         """What ranks compare of a mask at its first call, if it depends on the batch entry or the head."""
         if not self.mask.depends_on_sizes:
@@ -221,6 +225,7 @@ def shard(mask: Any, length: int, mesh: DeviceMesh) -> Shards:
     return Shards(frozen, length, mesh, assignment, Costs.of(survey, config, assignment))
 
 
+@past_modes
 def _agreed_mask(mask: Any, length: int, mesh: DeviceMesh) -> tuple[Mask, Survey, LayoutConfig]:
     """The mask at its present values and its tiles, after the ranks were compared; errors as of `shard`."""
     ranks = mesh.size()
