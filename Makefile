@@ -46,7 +46,8 @@ $(VENV)-newest/.made: pyproject.toml tests/newest/constraints.txt
 	  hatchling hypothesis pytest pytest-xdist
 	touch $@
 
-# Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels).
+# Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels, or
+# --training, for steps of training on a CPU).
 N ?= 2000
 SEED ?= 0
 fuzz: $(VENV)/.dev

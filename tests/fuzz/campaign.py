@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from typing import Any
 
 # Cases that a process runs: one that loses its device leaves the rest of its cases out.
 _CHUNK = {"cpu": 500, "cuda": 100}
@@ -32,15 +33,17 @@ class Report:
         self.failures += other.failures
 
 
-def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool, until: float = float("inf")) -> Report:
+def run_chunk(
+    seed: int, numbers: list[int], device: str, interpret: bool, until: float = float("inf"), training: bool = False
+) -> Report:
     """Run some cases in this process; the rest is left out when the device is lost or at the time `until`."""
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     import torch
 
-    from tests.fuzz.cases import draw_case
-    from tests.fuzz.run import poison_memory, run_case
+    from tests.fuzz.run import poison_memory
 
+    draw_case, run_case = case_functions(training)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # slow mask functions are drawn on purpose
     poison_memory()
@@ -70,8 +73,25 @@ def run_chunk(seed: int, numbers: list[int], device: str, interpret: bool, until
     return report
 
 
+def case_functions(training: bool) -> tuple[Any, Any]:
+    """Those that draw and run a case."""
+    if training:
+        from tests.fuzz import training as drawn
+        from tests.fuzz import training_run as run
+    else:
+        from tests.fuzz import cases as drawn  # type: ignore[no-redef]
+        from tests.fuzz import run
+    return drawn.draw_case, run.run_case
+
+
 def run_all(
-    seed: int, numbers: list[int], device: str, interpret: bool, workers: int, seconds: float = float("inf")
+    seed: int,
+    numbers: list[int],
+    device: str,
+    interpret: bool,
+    workers: int,
+    seconds: float = float("inf"),
+    training: bool = False,
 ) -> Report:
     """Run cases in processes of their own, `_CHUNK` each, so that few are left with a broken device.
 
@@ -83,11 +103,11 @@ def run_all(
     total = Report()
     if workers == 0:
         for chunk in chunks:
-            total.add(run_chunk(seed, chunk, device, interpret, until))
+            total.add(run_chunk(seed, chunk, device, interpret, until, training))
         return total
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = {pool.submit(run_chunk, seed, chunk, device, interpret, until): chunk for chunk in chunks}
+        waiting = {pool.submit(run_chunk, seed, chunk, device, interpret, until, training): chunk for chunk in chunks}
         for done in as_completed(waiting):
             if time.time() > until:
                 for future in waiting:  # each would start a process to run nothing

@@ -67,10 +67,10 @@ def run_case(case: Case, device: str) -> Outcome:
         except StofError as error:
             return Outcome(refused=type(error).__name__)
         except Exception as error:
-            refusal = _refusal_within(error)
+            refusal = refusal_within(error)
             if refusal or _of_block_mask(error):
                 return Outcome(refused=refusal or type(error).__name__)
-            return _failed(case, device, f"{type(error).__name__}: {str(error)[:500]}\n{_place(error)}", error)
+            return _failed(case, device, f"{type(error).__name__}: {str(error)[:500]}\n{place(error)}", error)
         finally:
             if case.entry in ("compiled", "exported"):
                 torch._dynamo.reset()
@@ -85,7 +85,7 @@ def run_case(case: Case, device: str) -> Outcome:
     return Outcome()
 
 
-def _refusal_within(error: BaseException | None) -> str:
+def refusal_within(error: BaseException | None) -> str:
     """Dynamo and `torch.export` raise errors of their own because of ours."""
     while error is not None:
         if isinstance(error, StofError):
@@ -105,7 +105,7 @@ def _of_block_mask(error: Exception) -> bool:
     return any(frame.name == "create_block_mask" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _place(error: BaseException) -> str:
+def place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return "\n".join(f"  {frame.filename}:{frame.lineno} {frame.line}" for frame in frames[-4:])
 
