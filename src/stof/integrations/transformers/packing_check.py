@@ -23,7 +23,7 @@ from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.sparse_mask import IGNORED
 from stof.masks import documents
 from stof.runtime.locks import ForkSafeLock
-from stof.runtime.private import without_hooks
+from stof.runtime.private import past_modes, without_hooks
 
 # Tokens of a copy, and of the longest row checked: long enough to overflow experts of limited capacity.
 _COPY, _LONGEST = 8, 512
@@ -108,6 +108,7 @@ def check(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: 
 
 
 @torch.compiler.disable
+@past_modes
 def _run(module: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
     copy = min(_COPY, width // 4)
     IGNORED.set(True)  # in this context only, which ends with the check
