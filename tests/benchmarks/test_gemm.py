@@ -16,7 +16,7 @@ from benchmarks.fusion import gemm as bench
 from benchmarks.fusion.gemm import GEMMS, INDUCTOR, KEY, Check, Gemm, Inputs, Row, calls_of, run_gemm, summaries
 from benchmarks.fusion.layer import COSINE, FUSED, LayerShape, configs_from, run_layer
 from benchmarks.results_io import RowFile
-from stof.fusion.templates import GemmConfig
+from stof.fusion.templates.gemm_config import GemmConfig
 
 CPU = torch.device("cpu")
 TILE = "64x64x64,4w,4s,tile"

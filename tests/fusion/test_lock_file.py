@@ -51,7 +51,7 @@ def tuned(table: Table, store: Store | None = None) -> tuple[ChoiceTable, Fusion
     gm = graph()
     report = fuse(gm, Search(table, seconds=100, store=store), references=True)
     lock = ChoiceTable("here", current_versions())
-    lock.add([report])
+    report.add_to(lock)
     return lock, report, calls(gm)
 
 
@@ -84,7 +84,7 @@ def test_a_lock_that_takes_all_back_fuses_nothing() -> None:
     _, report, _ = tuned(LINEAR)
     report.revert_to_inductor("slower")
     lock = ChoiceTable("here", current_versions())
-    lock.add([report])
+    report.add_to(lock)
     found, called = apply(lock)
     assert (called, found.fused, found.notes) == ([], 0, [])
 
@@ -167,7 +167,7 @@ def test_every_entry_of_a_table_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
     report = fuse(open_graph(), Search(LINEAR, seconds=100), references=True)
     lock = ChoiceTable("here", current_versions())
-    lock.add([report])
+    report.add_to(lock)
     ((key, locked),) = lock.graphs.items()
     table = format_table({16: TILE, 64: WIDE, 256: TILE, 1024: "24x64x64,4w,4s,tile", 2048: "fast"})
     lock.graphs[key] = by(table, locked)
@@ -233,7 +233,7 @@ def test_a_lock_folds_where_it_was_made_so(tmp_path: Path) -> None:
         report = fuse(gm, Search(Table(rms_linear=0.5, norm_linear=0.6), seconds=100), references=True, fold=fold)
         assert calls(gm) == ["rms_linear" if fold else "norm_linear"]
         lock = ChoiceTable("here", current_versions())
-        lock.add([report])
+        report.add_to(lock)
         lock.write_lock(tmp_path / "model.lock")
         lock = read_lock(tmp_path / "model.lock")
         for rows in (3, 4):  # its graph, and one that is not in the lock

@@ -236,7 +236,8 @@ def test_a_lock_gives_the_same_model(tmp_path: Path) -> None:
     with torch.no_grad():
         stof.optimize(module, dynamic=False, effort="quick", budget_s=20, store=tmp_path, report=reports.append)(ids)
         lock = ChoiceTable(torch.cuda.get_device_name(), current_versions())
-        lock.add(reports)
+        for report in reports:
+            report.add_to(lock)
         lock.write_lock(tmp_path / "bert.lock")
         torch.compiler.reset()
         options: dict[str, Any] = {"lock": tmp_path / "bert.lock", "store": False, "report": reports.append}

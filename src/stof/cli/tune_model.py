@@ -165,7 +165,8 @@ def _write(wanted: Wanted, name: str, device: Any, reports: list[FusionReport], 
             # Other shapes stay in the lock if they were tuned on this device with these versions.
             if (old.device, old.versions) == (lock.device, lock.versions):
                 lock = old
-        lock.add(reports)
+        for report in reports:
+            report.add_to(lock)
         lock.write_lock(wanted.lock)
         console.print(f"wrote {wanted.lock}: {len(lock.graphs)} graphs", markup=False)
     if wanted.png is not None:

@@ -14,24 +14,19 @@ and on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from stof.errors import LockFileError
-from stof.fusion.graph.scheme import Scheme
 from stof.fusion.records.typed_json import from_json, to_text
 from stof.runtime.files import DEVICE_DATA, read_checked, read_or_ignore, remembering, slug, sole_writer, write_checked
 from stof.tuning.machine import package_version
 from stof.version import __version__
-
-if TYPE_CHECKING:
-    from stof.fusion.records.report import FusionReport
 
 VERSION = 3
 _LOCK = "stof_lock"
@@ -82,15 +77,6 @@ class ChoiceTable:
     versions: dict[str, str] = field(default_factory=dict)
     choices: Choices = field(default_factory=dict)
     graphs: dict[str, GraphChoice] = field(default_factory=dict)
-
-    def add(self, reports: Iterable[FusionReport]) -> None:
-        """Take over what was decided for some graphs."""
-        for report in reports:
-            rows = zip(Scheme.from_bits(report.scheme).segments, report.segments, strict=True)
-            chosen = tuple((at.start, at.stop, row.template, row.config) for at, row in rows if row.template)
-            if report.graph:
-                self.graphs[report.graph] = GraphChoice(report.fold, chosen)
-            self.choices |= report.choices
 
     def write(self, path: Path, version_name: str = "version") -> None:
         """Write the table, choices sorted: files that are compared by eye."""

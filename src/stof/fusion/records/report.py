@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from stof.fusion.records.choices import Choices
+from stof.fusion.graph.scheme import Scheme
+from stof.fusion.records.choices import Choices, ChoiceTable, GraphChoice
 from stof.fusion.templates.row_buckets import table
 
 if TYPE_CHECKING:
@@ -85,6 +86,14 @@ class FusionReport:
         self.segments = [
             replace(row, template="", config="", reason=reason) if row.template else row for row in self.segments
         ]
+
+    def add_to(self, table: ChoiceTable) -> None:
+        """Add what was decided for the graph to a table of choices."""
+        rows = zip(Scheme.from_bits(self.scheme).segments, self.segments, strict=True)
+        chosen = tuple((at.start, at.stop, row.template, row.config) for at, row in rows if row.template)
+        if self.graph:
+            table.graphs[self.graph] = GraphChoice(self.fold, chosen)
+        table.choices |= self.choices
 
     def grouped(self) -> dict[SegmentReport, int]:
         """Return equal segments once, with their number."""
