@@ -14,7 +14,7 @@ from stof.dynamic.gradients import KERNEL as DYNAMIC
 from stof.dynamic.gradients import tile_size
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import NeedsGrad, Options
-from stof.kernels.triton import backward, backward_arguments
+from stof.kernels.triton import arguments, backward
 from stof.kernels.triton.backward_tiles import prepare_backward
 from stof.layout import LayoutConfig, build_layout
 from stof.masks.tensors import as_mask
@@ -79,7 +79,7 @@ class BackwardCase:
         options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks, dropout_p=0.1 * self.dropout, seed=seed)
         needs = NeedsGrad(bias=self.options, sinks=self.options)
         record = Recorded()
-        with mock.patch.object(backward_arguments, "Launch", record.make):
+        with mock.patch.object(arguments, "Launch", record.make):
             bound = backward.bind_backward(q, k, v, out, out, d_lse, prepared, options, needs)
             bound(q, k, v, out, lse, out, d_lse, bias, sinks, seed)
         return record.made

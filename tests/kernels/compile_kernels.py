@@ -30,8 +30,8 @@ from stof.kernels.hopper.prepare import PreparedTiles, prepare_fp8
 from stof.kernels.hopper.tile_lists import TILE_RANGE, make_tile_lists
 from stof.kernels.implementation import Options, attend_once
 from stof.kernels.quantization import FP8
+from stof.kernels.triton import arguments, row_wise
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton import row_wise
 from stof.kernels.triton.row_lists import prepare as prepare_rows
 from stof.kernels.triton.work_list import PreparedWork, make_work
 from stof.layout import Layout, LayoutConfig, build_layout
@@ -345,7 +345,7 @@ def recorded(case: Case) -> Recorded:
     )
     record = Recorded()
     with contextlib.ExitStack() as patched:
-        for module in (triton_attention, row_wise, hopper, fp8_forward):
+        for module in (arguments, row_wise, hopper, fp8_forward):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
         if choice.kernel is None:
             attend_once(row_wise.bind, q, k, v, prepare_rows(layout), options)

@@ -18,7 +18,7 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.dropout import Dropout
 from stof.kernels.implementation import Gradients, NeedsGrad, Options
 from stof.kernels.torch.reference import reference_attention, reference_backward
-from stof.kernels.triton import backward
+from stof.kernels.triton import arguments, backward
 from stof.kernels.triton.backward_tiles import PreparedBackward, prepare_backward
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
@@ -227,7 +227,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = a_call(keep, bias=torch.randn(1, 2, 50, 50), head_dim=20)
     layouts = layouts_of(keep, 2, LayoutConfig(16, 16), LayoutConfig(16, 16, 1))
     narrow = run(call, layouts)
-    monkeypatch.setattr(backward, "needs_int64_offsets", lambda *tensors: True)
+    monkeypatch.setattr(arguments, "needs_int64_offsets", lambda *tensors: True)
     assert equal(narrow, run(call, layouts))
 
 

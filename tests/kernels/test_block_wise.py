@@ -15,8 +15,8 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import Options, attend_once
+from stof.kernels.triton import arguments
 from stof.kernels.triton import block_wise as triton_attention
-from stof.kernels.triton import block_wise_kernel
 from stof.kernels.triton.work_list import prepare
 from stof.layout import Layout, build_layout
 from stof.masks.tensors import as_mask
@@ -285,12 +285,11 @@ def bias_vectors(bias: Tensor, kv_len: int, slab: int | None = None) -> tuple[bo
     made: list[Any] = []
     inputs = make_inputs(batch=2, heads=2, q_len=40, kv_len=kv_len, head_dim=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "Launch", lambda *given, **options: made.append(given))
+        patch.setattr(arguments, "Launch", lambda *given, **options: made.append(given))
         q, k, v = (x.to(DEVICE) for x in inputs.qkv)
         triton_attention.bind(q, k, v, prepare(some_layout(slab, kv_len), DEFAULT), Options(1.0, bias=bias))
-    (_kernel, _grid, _tensors, _numbers, constants), names = made[0], block_wise_kernel.block_wise_kernel.arg_names
-    given = dict(zip(names[-len(constants) :], constants, strict=True))
-    return given["FULL_BIAS_VECTORS"], given["PARTIAL_BIAS_VECTORS"]
+    _kernel, _grid, _tensors, _numbers, (config, _use_pdl) = made[0]
+    return config.full_bias_vectors, config.partial_bias_vectors
 
 
 def test_where_biases_are_read_in_vectors() -> None:
@@ -459,7 +458,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for chosen, config in (({}, KernelConfig()), (given, KernelConfig(split_tiles=3))):
             narrow = check(inputs.qkv, layout, config, **chosen)
             with monkeypatch.context() as patch:
-                patch.setattr(triton_attention, "needs_int64_offsets", lambda *tensors: True)
+                patch.setattr(arguments, "needs_int64_offsets", lambda *tensors: True)
                 assert equal(narrow, run(inputs.qkv, layout, config, **chosen))
 
 

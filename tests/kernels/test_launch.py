@@ -40,9 +40,33 @@ class Kernel:
                 raise self.error
             self.through_jit.append((grid, *args))
             self.options = options
-            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="meta")
+            source = SimpleNamespace(signature={f"p{place}": kind_of(value) for place, value in enumerate(args)})
+            return SimpleNamespace(
+                src=source, run=Run(source, self), metadata=self, function="function", packed_metadata="meta"
+            )
 
         return call
+
+
+class Run:
+    """Stands in for Triton's launcher, which is made for the parameters that it is given."""
+
+    def __init__(self, source: Any, kernel: Kernel) -> None:
+        self.signature, self.kernel = source.signature, kernel
+
+    def __call__(self, *args: Any) -> None:
+        assert "constexpr" not in self.signature.values()
+        assert len(args) == 9 + len(self.signature)
+        self.kernel.direct.append(args)
+
+
+def kind_of(value: Any) -> Any:
+    """As Triton specialises arguments."""
+    if isinstance(value, tuple):
+        return type(value)(*map(kind_of, value)) if hasattr(value, "_fields") else tuple(map(kind_of, value))
+    if value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    return "*fp32" if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +94,31 @@ def test_compiled_once_then_launched_directly() -> None:
     ready(second)
     ready(second)
     assert len(kernel.through_jit) == 1
-    arguments = (second.data_ptr(), fixed.data_ptr(), 1, 2.5, True)
+    arguments = (second.data_ptr(), fixed.data_ptr(), 2.5)  # neither constants nor 1, which is one
     assert kernel.direct == [(5, 1, 1, STREAM, "function", "meta", None, None, None, *arguments)] * 2
+
+
+class Sizes(NamedTuple):
+    rows: tuple[int, ...]
+    one: int
+    scale: float
+
+
+def test_named_tuples_are_passed_field_by_field() -> None:
+    kernel, first, second = Kernel(), torch.zeros(8), torch.zeros(8)
+    lists = Lists(first, second)
+    device = torch.device("cuda", 0)
+    ready = Launch(kernel, 5, (lists, first), (Sizes((3, 1, 4), 1, 0.5), 7), (True,), device=device)
+    for _ in range(2):
+        ready(second)
+    assert kernel.through_jit == [((5,), second, lists, first, Sizes((3, 1, 4), 1, 0.5), 7, True)]
+    a, b = first.data_ptr(), second.data_ptr()
+    assert [launched[9:] for launched in kernel.direct] == [(b, a, b, a, 3, 4, 0.5, 7)]
+
+
+class Lists(NamedTuple):
+    columns: torch.Tensor
+    bitmaps: torch.Tensor
 
 
 @pytest.mark.parametrize(("registers", "wanted"), [(0, {}), (168, {"maxnreg": 168})])
@@ -145,12 +192,12 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 
 
 def triton_launcher(received: list[list[Any]]) -> Any:
-    """Triton's own launcher of a kernel with the parameters (map, none, map, tensor), but for what starts it."""
+    """Triton's own launcher of a kernel with the parameters (map, map, tensor), but for what starts it."""
     launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
-    signature = {0: "tensordesc<fp16[64, 64]>", 1: "constexpr", 2: "tensordesc<fp16[64, 64]>", 3: "*fp32"}
+    signature = {0: "tensordesc<fp16[64, 64]>", 1: "tensordesc<fp16[64, 64]>", 2: "*fp32"}
 
     def start(*args: Any) -> None:
-        kernel_args = list(args[-1]) if isinstance(args[-1], (list, tuple)) else list(args[-8:])
+        kernel_args = list(args[-1]) if isinstance(args[-1], (list, tuple)) else list(args[-7:])
         received.append(kernel_args)
 
     launcher.launch = driver.wrap_handle_tensordesc(start, signature, [{"slot": 0}, {"slot": 1}])
@@ -196,7 +243,7 @@ def test_tensor_maps_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
     with_memory, received[:] = list(received), []
     plain = Launch(Kernel(), 5, (), (), (), num_warps=4, num_stages=1, windows=windows, device=torch.device("cpu"))
     for bases in calls:
-        run(*head, *plain.maps(bases), "pointer")
+        run(*head, *filter(None, plain.maps(bases)), "pointer")
     assert with_memory == received
     assert len(encoded) == 6 + 2 * len(calls)
 

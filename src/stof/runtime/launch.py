@@ -15,7 +15,15 @@ from torch import Tensor
 from stof.errors import KernelError
 from stof.runtime.cache_keys import on_grid
 from stof.runtime.memory import record_streams
-from stof.runtime.private import Launcher, encode_tensor_map, hooks_are_set, launcher_of, raw_stream, without_encoding
+from stof.runtime.private import (
+    Launcher,
+    encode_tensor_map,
+    hooks_are_set,
+    launcher_of,
+    passed,
+    raw_stream,
+    without_encoding,
+)
 
 # Encoded tensor maps that a launch keeps for each of its windows, one for each address of a tensor.
 _MOST_ENCODED = 64
@@ -85,6 +93,7 @@ class Launch:
         self._pointers = tuple(
             [tuple([t.data_ptr() for t in x]) if isinstance(x, tuple) else x.data_ptr() for x in tensors]
         )
+        self._passed: tuple[Any, ...] = ()  # of what is fixed, what the machine code takes
         self._static_aligned = not any(t.data_ptr() % 16 for t in self._held)
         self._launcher: Launcher | None = None
         self._encoded: _EncodedMaps | None = None
@@ -113,14 +122,14 @@ class Launch:
         if low & 15 or self.device.index not in (None, current) or hooks_are_set():
             self._launch_jit(tensors, bases)
             return
-        encoded = self.maps(bases) if self._encoded is None else self._encoded(bases)
+        encoded = filter(None, self.maps(bases)) if self._encoded is None else self._encoded(bases)
         stream = raw_stream(current)
         if stream not in self._streams:
             # The plan that holds the fixed tensors may be dropped while a kernel reads them.
             record_streams(self._held, self.device, self._streams)
         launcher.run(
             self.grid, 1, 1, stream, launcher.function, launcher.metadata,
-            None, None, None, *encoded, *pointers, *self._pointers, *self.rest,
+            None, None, None, *encoded, *pointers, *self._passed,
         )  # fmt: skip
 
     def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
@@ -138,6 +147,8 @@ class Launch:
             compiled = _launch_jit(self.kernel, self.grid, arguments, self.options)
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
             launcher = launcher_of(compiled)
+            fixed = (*self._pointers, *self.rest)
+            self._passed = tuple(passed(launcher.kinds[len(launcher.kinds) - len(fixed) :], fixed))
             if self.windows:
                 run, metadata = without_encoding(launcher.run)
                 if metadata is not None:
@@ -189,7 +200,7 @@ def launch(
         return
     launcher.run(
         grid, 1, 1, raw_stream(device.index), launcher.function, launcher.metadata,
-        None, None, None, *pointers, *numbers, *constants,
+        None, None, None, *pointers, *numbers,
     )  # fmt: skip
 
 
@@ -223,7 +234,6 @@ class _EncodedMaps:
         arguments: list[Any] = []
         for slot, base in zip(self._slots, bases, strict=True):
             if slot is None:
-                arguments.append(None)
                 continue
             window, metadata, kept = slot
             address = base.data_ptr()

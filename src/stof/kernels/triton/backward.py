@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.config import KernelConfig
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
-from stof.kernels.triton.backward_arguments import (
-    BackwardConfig,
-    Problem,
-    Schedule,
-    Shapes,
-    TileLists,
-    kernel_launch,
-    product_rows,
-)
+from stof.kernels.triton.arguments import BlockWiseConfig, Problem, Schedule, kernel_launch
 from stof.kernels.triton.backward_common import merge_kernel, row_stats_kernel
 from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward
 from stof.kernels.triton.bias_gradient_kernel import bias_gradient_kernel
 from stof.kernels.triton.dkv_kernel import dkv_kernel
 from stof.kernels.triton.dq_kernel import dq_kernel
-from stof.kernels.triton.operands import Strides, needs_int64_offsets, padded_rows, row_unit, rows_fit
+from stof.kernels.triton.operands import Strides, padded_rows, row_unit, rows_fit
 
 # Rows of a program of `row_stats_kernel`.
 _STATS_ROWS = 32
@@ -64,12 +59,11 @@ def bind_backward(
     _check(q, k, prepared)
     if not all(rows_fit(x, row_unit(x)) for x in (q, k, v, d_out)):
         return _with_copies(prepared, options, needs)
-    shapes = Shapes.of(q, k, v)
-    of_rows = _bind_row_stats(shapes, out, d_out, d_lse, options)
-    of_q = _bind_dq(shapes, q, k, v, d_out, prepared, options) if needs.q else None
-    of_kv = _bind_dkv(shapes, q, k, v, d_out, prepared, options) if needs.kv else None
+    of_rows = _bind_row_stats(out, d_out, d_lse, options)
+    of_q = _bind_dq(q, k, v, d_out, prepared, options) if needs.q else None
+    of_kv = _bind_dkv(q, k, v, d_out, prepared, options) if needs.kv else None
     by_key = needs.bias and options.bias is not None and options.bias.shape[3] > 1
-    of_bias = _bind_d_bias(shapes, q, k, v, d_out, prepared, options) if by_key else None
+    of_bias = _bind_d_bias(q, k, v, d_out, prepared, options) if by_key else None
     copied = _with_copies(prepared, options, needs)
 
     def call(
@@ -145,22 +139,19 @@ def _with_copies(prepared: PreparedBackward, options: Options, needs: NeedsGrad)
     return call
 
 
-def _bind_row_stats(
-    shapes: Shapes, out: Tensor, d_out: Tensor, d_lse: Tensor | None, options: Options
-) -> Callable[..., Tensor]:
+def _bind_row_stats(out: Tensor, d_out: Tensor, d_lse: Tensor | None, options: Options) -> Callable[..., Tensor]:
     """`call(out, lse, d_out, d_lse, sinks) -> stats`, see `row_stats_kernel`."""
-    row_blocks = -(-shapes.q_len // _STATS_ROWS)
+    batch, heads, q_len, value_dim = out.shape
+    row_blocks = -(-q_len // _STATS_ROWS)
     launch = kernel_launch(
         row_stats_kernel,
-        shapes.batch * shapes.heads * row_blocks,
+        batch * heads * row_blocks,
         (),
-        (
-            *out.stride(), *d_out.stride(), shapes.heads, shapes.q_len, row_blocks, shapes.value_dim, shapes.stat_size,
-        ),
-        (d_lse is not None, options.sinks is not None, _STATS_ROWS, shapes.block_v),
+        (*out.stride(), *d_out.stride(), heads, q_len, row_blocks, value_dim, batch * heads * q_len),
+        (d_lse is not None, options.sinks is not None, _STATS_ROWS, max(16, triton.next_power_of_2(value_dim))),
         KernelConfig(),
         out.device,
-    )  # fmt: skip
+    )
     rows = 2 if options.sinks is None else 4
 
     def call(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, sinks: Tensor | None) -> Tensor:
@@ -171,22 +162,53 @@ def _bind_row_stats(
     return call
 
 
+class _TileLists(NamedTuple):
+    """Tensors of `BackwardTiles`; in a kernel, pointers to them."""
+
+    pattern_of: Tensor
+    items: Tensor
+    row_block_ptr: Tensor
+    partial_count: Tensor
+    columns: Tensor
+    tile_bitmap: Tensor
+    bitmaps: Tensor
+    row_order: Tensor
+
+    @classmethod
+    def of(cls, tiles: BackwardTiles) -> _TileLists:
+        lists = cls(*[getattr(tiles, name) for name in cls._fields])
+        # Kernels compiled for rows in order do not read it, but take a pointer.
+        return lists if tiles.row_order.numel() else lists._replace(row_order=tiles.pattern_of)
+
+
+def _common(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, tiles: BackwardTiles, config: KernelConfig, options: Options,
+    *gradients: Tensor,
+) -> tuple[Problem, tuple[int, int], BlockWiseConfig]:  # fmt: skip
+    """What all three kernels of gradients take: the call, row blocks and size of the statistics, choices."""
+    unit = row_unit(q)
+    choices = BlockWiseConfig.of(
+        q, v, tiles, options, config, unit, (q, k, v, d_out, *gradients),
+        split=tiles.slots > 0, has_nan=tiles.has_nan, full_contiguous=tiles.full_contiguous,
+    )  # fmt: skip
+    problem = Problem.of(q, k, v, d_out, tiles.pattern_of, options, choices, unit)
+    return problem, (tiles.row_blocks, q.shape[:3].numel()), choices
+
+
 def _bind_dq(
-    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias, seed) -> dq`."""
     tiles, config = prepared.dq, prepared.dq_config
     dq = empty_gradient(q)
-    problem = Problem.of(q, k, v, d_out, tiles, options)
-    schedule = Schedule.of(tiles, config, shapes.batch, shapes.heads)
-    int64_offsets = needs_int64_offsets(q, k, v, d_out, dq, options.bias)
-    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets)
+    problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dq)
+    schedule = Schedule.of(config, q.shape[0], q.shape[1], len(tiles.items), tiles.slots)
     launch = kernel_launch(
-        dq_kernel, schedule.programs, (TileLists.of(tiles),), (problem, schedule, Strides(*dq.stride()[:3])),
-        (choices,), config, q.device,
+        dq_kernel, schedule.programs, (_TileLists.of(tiles),),
+        (problem, schedule, *sizes, options.scale, Strides(*dq.stride()[:3])), (choices,), config, q.device,
     )  # fmt: skip
-    merge = _bind_merge(tiles, dq, shapes.block_d, options.scale)
-    chunks = schedule.groups * tiles.slots * choices.block_m * shapes.block_d
+    merge = _bind_merge(tiles, dq, choices, choices.block_d, options.scale)
+    chunks = schedule.groups * tiles.slots * choices.block_m * choices.block_d
 
     def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
         dq = empty_gradient(q)
@@ -199,22 +221,20 @@ def _bind_dq(
 
 
 def _bind_dkv(
-    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`call(q, k, v, d_out, stats, bias, seed) -> (dk, dv)`."""
     tiles, config = prepared.dkv, prepared.dkv_config
     dk, dv = empty_gradient(k), empty_gradient(v)
-    problem = Problem.of(q, k, v, d_out, tiles, options)
-    schedule = Schedule.of(tiles, config, shapes.batch, shapes.kv_heads)
-    int64_offsets = needs_int64_offsets(q, k, v, d_out, dk, dv, options.bias)
-    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets)
+    problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dk, dv)
+    schedule = Schedule.of(config, k.shape[0], k.shape[1], len(tiles.items), tiles.slots)
+    strides = Strides(*dk.stride()[:3]), Strides(*dv.stride()[:3])
     launch = kernel_launch(
-        dkv_kernel, schedule.programs, (TileLists.of(tiles),),
-        (problem, schedule, Strides(*dk.stride()[:3]), Strides(*dv.stride()[:3]), shapes.kv_len),
-        (choices,), config, q.device,
+        dkv_kernel, schedule.programs, (_TileLists.of(tiles),),
+        (problem, schedule, *sizes, options.scale, *strides, k.shape[2]), (choices,), config, q.device,
     )  # fmt: skip
-    merge_dk = _bind_merge(tiles, dk, shapes.block_d, options.scale)
-    merge_dv = _bind_merge(tiles, dv, shapes.block_v, 1.0)
+    merge_dk = _bind_merge(tiles, dk, choices, choices.block_d, options.scale)
+    merge_dv = _bind_merge(tiles, dv, choices, choices.block_v, 1.0)
     rows = schedule.groups * tiles.slots * choices.block_m
 
     def call(
@@ -223,7 +243,7 @@ def _bind_dkv(
         dk, dv = empty_gradient(k), empty_gradient(v)
         dk_chunk = dv_chunk = stats
         if rows:
-            dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (shapes.block_d, shapes.block_v))
+            dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (choices.block_d, choices.block_v))
         launch(q, k, v, d_out, stats, bias, seed, dk, dv, dk_chunk, dv_chunk)
         merge_dk(dk, dk_chunk)
         merge_dv(dv, dv_chunk)
@@ -233,20 +253,19 @@ def _bind_dkv(
 
 
 def _bind_d_bias(
-    shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
 ) -> Callable[..., Tensor]:
     """`call(q, k, v, d_out, stats, bias, seed) -> d_bias` for a bias that has a value for every key."""
     tiles, config, bias = prepared.dkv, prepared.dkv_config, options.bias
     assert bias is not None
     bias_batch, bias_heads, bias_rows, _ = bias.shape
-    problem = Problem.of(q, k, v, d_out, tiles, options)
-    choices = BackwardConfig.of(shapes, q.dtype, tiles, options, config.num_stages, int64_offsets=True)
+    problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options)
     launch = kernel_launch(
         bias_gradient_kernel,
         bias_batch * bias_heads * tiles.row_blocks,
-        (TileLists.of(tiles),),
-        (problem, bias_heads, shapes.batch // bias_batch, shapes.heads // bias_heads, shapes.heads, shapes.kv_len),
-        (bias_rows > 1, choices),
+        (_TileLists.of(tiles),),
+        (problem, *sizes, bias_heads, q.shape[0] // bias_batch, q.shape[1] // bias_heads, k.shape[2]),
+        (bias_rows > 1, replace(choices, int64_offsets=True)),
         config,
         q.device,
     )
@@ -270,7 +289,9 @@ def _d_row_bias(bias: Tensor, lse: Tensor, d_lse: Tensor | None, stats: Tensor) 
     return by_row[..., None].sum_to_size(bias.shape).to(bias.dtype)
 
 
-def _bind_merge(tiles: BackwardTiles, out: Tensor, width: int, scale: float) -> Callable[[Tensor, Tensor], None]:
+def _bind_merge(
+    tiles: BackwardTiles, out: Tensor, choices: BlockWiseConfig, width: int, scale: float
+) -> Callable[[Tensor, Tensor], None]:
     """`call(out, chunk)` adds up the partial sums of split row blocks; it does nothing where there are none."""
     splits = len(tiles.splits)
     if not splits:
@@ -279,9 +300,9 @@ def _bind_merge(tiles: BackwardTiles, out: Tensor, width: int, scale: float) -> 
     return kernel_launch(
         merge_kernel,
         batch * heads * splits,
-        (tiles.splits, TileLists.of(tiles).row_order),
+        (tiles.splits, _TileLists.of(tiles).row_order),
         (Strides(*out.stride()[:3]), heads, rows, out_width, splits, tiles.slots, scale),
-        (tiles.block_m, product_rows(tiles), width, tiles.row_order.numel() > 0),
+        (choices.block_r, choices.block_m, width, choices.permuted),
         KernelConfig(),
         out.device,
     )

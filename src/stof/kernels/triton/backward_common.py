@@ -35,46 +35,41 @@ ROW_BLOCK, CHUNK, CHUNKS, SLOT = (tl.constexpr(field) for field in backward_tile
 ITEM_SIZE = tl.constexpr(len(backward_tiles.ITEM))
 
 # What the kernels of gradients read: pointers to q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv],
-# d_out [B, H, Sq, Dv], the output of `row_stats_kernel` and a bias; both values of a seed.
-Inputs = namedtuple("Inputs", "q k v d_out stats bias seed")
-# A query head of a batch entry: pointers to its part of each tensor, and its number b * H + h.
-Head = namedtuple("Head", "q k v d_out stats bias seed number")
+# d_out [B, H, Sq, Dv], the output of `row_stats_kernel`, whose parts have `stat_size` values, and a bias; both values
+# of a seed.
+Inputs = namedtuple("Inputs", "q k v d_out stats stat_size bias seed")
+# A query head of a batch entry: pointers to its part of each tensor; its number b * H + h.
+Head = namedtuple("Head", "q k v d_out lse delta share bias seed number")
 # A row block of keys, which stays in registers: k [BLOCK_M, BLOCK_D], v [BLOCK_M, BLOCK_V], see `block_rows`.
 KeyRows = namedtuple("KeyRows", "k v row row_ok")
 
 
 @triton.jit
 @no_type_check
-def head_of(inputs, b, head, kv_head, heads, problem, CONFIG: tl.constexpr):
+def head_of(inputs, b, head, kv_head, problem, CONFIG: tl.constexpr):
     """Where a query head of a batch entry begins."""
     b64, head64, kv_head64 = b.to(tl.int64), head.to(tl.int64), kv_head.to(tl.int64)
+    stats = inputs.stats + (b64 * problem.heads + head) * problem.q_len
     return Head(
         q=inputs.q + (b64 * problem.q.b + head64 * problem.q.h) * CONFIG.unit,
         k=inputs.k + (b64 * problem.k.b + kv_head64 * problem.k.h) * CONFIG.unit,
         v=inputs.v + (b64 * problem.v.b + kv_head64 * problem.v.h) * CONFIG.unit,
-        d_out=inputs.d_out + (b64 * problem.d_out.b + head64 * problem.d_out.h) * CONFIG.unit,
-        stats=inputs.stats + (b64 * heads + head) * problem.q_len,
+        d_out=inputs.d_out + (b64 * problem.out.b + head64 * problem.out.h) * CONFIG.unit,
+        lse=stats,
+        delta=stats + inputs.stat_size,
+        share=stats + 2 * inputs.stat_size,
         bias=inputs.bias + b64 * problem.bias.b + head64 * problem.bias.h,
         seed=inputs.seed,
-        number=b * heads + head,
+        number=b * problem.heads + head,
     )
 
 
 @triton.jit
 @no_type_check
-def item_of(schedule):
-    """The work item of this program, and the group of heads; there may be no such group."""
-    program, at_once = tl.program_id(0), schedule.heads_at_once
-    item = program % (schedule.items * at_once) // at_once
-    return item, program // (schedule.items * at_once) * at_once + program % at_once
-
-
-@triton.jit
-@no_type_check
-def pattern_row_block(row_block, tiles, b, head, problem):
-    """The number of a row block among those of all patterns."""
+def pattern_row_block(row_block, row_blocks, tiles, b, head, problem):
+    """The number of a row block among those of all patterns, which have `row_blocks` each."""
     pattern = tl.load(tiles.pattern_of + b * problem.mask_b + head * problem.mask_h)
-    return row_block + pattern * problem.row_blocks
+    return row_block + pattern * row_blocks
 
 
 @triton.jit
@@ -187,12 +182,12 @@ def key_rows(head, row, row_ok, problem, CONFIG: tl.constexpr):
 def load_queries(head, columns, problem, CONFIG: tl.constexpr):
     """Of the queries of a tile: q and d_out, and lse, delta and share of `row_stats_kernel`."""
     q = load_rows(head.q, columns, problem.q.s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
-    d_out = load_rows(head.d_out, columns, problem.d_out.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
-    lse = tl.load(head.stats + columns)
-    delta = tl.load(head.stats + problem.stat_size + columns)
+    d_out = load_rows(head.d_out, columns, problem.out.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
+    lse = tl.load(head.lse + columns)
+    delta = tl.load(head.delta + columns)
     share = delta
     if CONFIG.has_sinks:
-        share = tl.load(head.stats + 2 * problem.stat_size + columns)
+        share = tl.load(head.share + columns)
     return q, d_out, lse[None, :], delta[None, :], share[None, :]
 
 
@@ -218,7 +213,7 @@ def tile_weights(
     """Weights of a tile, without sinks, and the slope of the softcap, `[BLOCK_M, BLOCK_N]`."""
     slope = 1.0
     if CONFIG.has_score_mod:
-        s = s * problem.score_scale
+        s = s * problem.scale
         if CONFIG.has_softcap:
             s = softcapped(s / problem.softcap, problem.softcap)
             slope = 1.0 - (s / problem.softcap) * (s / problem.softcap)
@@ -226,7 +221,7 @@ def tile_weights(
             s += bias
         p = tl.exp2(s * LOG2E - lse)
     else:
-        p = tl.exp2(s * problem.score_scale - lse)
+        p = tl.exp2(s * problem.scale - lse)
     if PARTIAL:
         p = tl.where(keep, p, 0.0)
     return p, slope

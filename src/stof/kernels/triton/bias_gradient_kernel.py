@@ -79,26 +79,27 @@ def bias_gradient_kernel(
     d_bias_ptr,  # [bias batch, bias heads, Sq if BY_QUERY else 1, Skv] float32, zeros, contiguous
     tiles,  # `TileLists` of the transposed layout
     problem,  # `Problem`
+    row_blocks,  # of a pattern
+    stat_size,  # B * H * Sq
     bias_heads,
     shared_batch,  # batch entries that share a bias
     shared_heads,  # query heads that share one
-    heads,
     kv_len,
     BY_QUERY: tl.constexpr,  # the bias has a value for every query
-    CONFIG: tl.constexpr,  # `BackwardConfig`, with 64-bit offsets
+    CONFIG: tl.constexpr,  # `BlockWiseConfig`, with 64-bit offsets
     USE_PDL: tl.constexpr,
 ):
     """Gradients of a bias at the keys of one row block."""
     launch_next_and_wait(USE_PDL)
     program = tl.program_id(0)
-    row_block = program % problem.row_blocks
-    bias_group = program // problem.row_blocks
+    row_block = program % row_blocks
+    bias_group = program // row_blocks
     row, row_ok = block_rows(row_block, tiles.row_order, kv_len, CONFIG.block_r, CONFIG.block_m, CONFIG.permuted)
     row = row.to(tl.int64)
     d_bias_base = d_bias_ptr + bias_group.to(tl.int64) * kv_len * (problem.q_len if BY_QUERY else 1)
     summed = tl.full([CONFIG.block_m], 0.0, tl.float32)
     inputs = Inputs(
-        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, bias=bias_ptr,
+        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, stat_size=stat_size, bias=bias_ptr,
         seed=load_seed(seed_ptr, CONFIG.has_dropout),
     )  # fmt: skip
 
@@ -108,9 +109,9 @@ def bias_gradient_kernel(
     for sharing in range(shared_batch * shared_heads):
         b = bias_group // bias_heads + sharing // shared_heads
         q_head = bias_group % bias_heads + sharing % shared_heads
-        number = pattern_row_block(row_block, tiles, b, q_head, problem)
+        number = pattern_row_block(row_block, row_blocks, tiles, b, q_head, problem)
         begin, partial_end, full_begin, end = chunk_tiles(tiles, number, 0, 1)
-        head = head_of(inputs, b, q_head, q_head // problem.heads_per_group, heads, problem, CONFIG)
+        head = head_of(inputs, b, q_head, q_head // problem.heads_per_group, problem, CONFIG)
         rows = key_rows(head, row, row_ok, problem, CONFIG)
         if CONFIG.has_partial:
             for tile in tl.range(begin, partial_end, num_stages=CONFIG.stages):

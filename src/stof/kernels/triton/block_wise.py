@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,14 +11,31 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
-from stof.kernels.dropout import scale_of, threshold_of
 from stof.kernels.implementation import BoundCall, Options, attend_once
+from stof.kernels.triton.arguments import BlockWiseConfig, Problem, Schedule, kernel_launch
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.kernels.triton.operands import needs_int64_offsets, padded_rows, row_strides, row_unit, rows_fit
-from stof.kernels.triton.work_list import BIAS_VECTOR, PreparedWork
+from stof.kernels.triton.operands import BiasStrides, padded_rows, row_strides, row_unit, rows_fit
+from stof.kernels.triton.work_list import BIAS_VECTOR, PreparedWork, Work
 from stof.runtime.counters import zeroed_counters
-from stof.runtime.launch import Launch
-from stof.runtime.pdl import supports_pdl
+
+
+class WorkLists(NamedTuple):
+    """Tensors of `Work`; in the kernel, pointers to them."""
+
+    pattern_of: Tensor
+    items: Tensor
+    first_columns: Tensor
+    partial_columns: Tensor
+    partial_bitmap: Tensor
+    bitmaps: Tensor
+    full_columns: Tensor
+    row_order: Tensor
+
+    @classmethod
+    def of(cls, work: Work) -> WorkLists:
+        lists = cls(*[getattr(work, name) for name in cls._fields])
+        # A kernel compiled for rows in order does not read it, but takes a pointer.
+        return lists if work.row_order.numel() else lists._replace(row_order=work.pattern_of)
 
 
 def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Options) -> BoundCall:
@@ -36,70 +54,39 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedWork, options: Optio
         KernelError: (the call) the kernel does not compile here, or needs too much shared memory.
     """
     work, config = prepared.work, prepared.config
-    scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
-    has_dropout = options.dropout_p > 0
     if not rows_fit(q, 1) or not all(rows_fit(x, row_unit(x)) for x in (k, v)):
         return _with_copies(prepared, options)
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
+    batch, heads, q_len, _ = q.shape
+    kv_heads = k.shape[1]
     out = empty_output(q, v)
     copy_out = out.stride(3) != 1
-    kv_strides = (*row_strides(k), *row_strides(v))
-    unit = row_unit(k) if any(n % 16 for n in (head_dim, value_dim, *kv_strides)) else 1
-    out_strides = out.stride()[:3] if not copy_out else (heads * q_len * value_dim, q_len * value_dim, value_dim)
-
-    per_group = heads // kv_heads
-    pack = triton.next_power_of_2(per_group) if config.pack else 1
-    groups_per_batch = kv_heads if pack > 1 else heads
-    groups = batch * groups_per_batch
-    block_m = max(16, work.block_m * pack)
-    block_d, block_v = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(value_dim))
-    items = work.items.shape[1]
-    heads_at_once = min(config.side or groups, groups)
-    has_score_mod = bias is not None or softcap > 0 or scale <= 0
-    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
-    if bias is not None:
-        bias_strides = tuple([0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)])
-    *outer_strides, column_stride = bias_strides
-    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in outer_strides)
-    mask_batch, mask_heads = work.pattern_of.shape
-    if pack > 1 and mask_heads > 1:
+    if copy_out:
+        out = torch.empty_like(out, memory_format=torch.contiguous_format)
+    pack = triton.next_power_of_2(heads // kv_heads) if config.pack else 1
+    if pack > 1 and work.pattern_of.shape[1] > 1:
         raise UnfitLayoutError("packed heads share one mask; this layout has one for each head")
-    permuted = work.row_order.numel() > 0
-    ready = Launch(
-        block_wise_kernel,
-        items * -(-groups // heads_at_once) * heads_at_once,
-        (
-            work.pattern_of, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, work.bitmaps,
-            work.full_columns, work.row_order if permuted else work.pattern_of,
-        ),
-        (
-            *q.stride()[:3], *[n // unit for n in kv_strides], *out_strides, *bias_strides,
-            0 if mask_batch == 1 else mask_heads, 0 if mask_heads == 1 else 1,
-            groups, heads, groups_per_batch, per_group, q_len, head_dim // unit, value_dim // unit,
-            items, heads_at_once, work.chunks, work.splits, scale if has_score_mod else scale * math.log2(math.e),
-            softcap, threshold_of(options.dropout_p), scale_of(options.dropout_p),
-        ),
-        (
-            work.block_m, pack, block_m, work.block_n, block_d, block_v, block_d != head_dim, block_v != value_dim,
-            work.pattern_of.numel() > 1, work.has_partial, work.has_full, not work.full_runs, permuted,
-            work.splits > 0, work.has_nan_items, work.shared, work.contiguous_tiles, has_score_mod, softcap > 0,
-            bias is not None, bias_vectors, bias_vectors and work.kv_len % BIAS_VECTOR == 0, sinks is not None, unit,
-            needs_int64_offsets(q, k, v, out, bias), k.stride(2) == v.stride(2),
-            "tf32x3" if q.dtype == torch.float32 else "tf32", config.num_stages, has_dropout,
-            supports_pdl(q.device),
-        ),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    strided = any(n % 16 for n in (q.shape[3], v.shape[3], *row_strides(k), *row_strides(v)))
+    *outer_strides, column_stride = BiasStrides.of(options.bias)
+    bias_vectors = bool(work.bias_vectors) and column_stride == 1 and not any(s % BIAS_VECTOR for s in outer_strides)
+    choices = BlockWiseConfig.of(
+        q, v, work, options, config, row_unit(k) if strided else 1, (q, k, v, out), pack,
+        split=work.splits > 0, has_nan=bool(work.has_nan_items), full_gathered=not work.full_runs,
+        shared=bool(work.shared), contiguous_tiles=bool(work.contiguous_tiles), full_bias_vectors=bias_vectors,
+        partial_bias_vectors=bias_vectors and work.kv_len % BIAS_VECTOR == 0, same_stride=k.stride(2) == v.stride(2),
+    )  # fmt: skip
+    problem = Problem.of(q, k, v, out, work.pattern_of, options, choices)
+    schedule = Schedule.of(config, batch, kv_heads if pack > 1 else heads, work.items.shape[1], work.chunks)
+    if choices.has_score_mod or choices.has_dropout:
         # The options' arithmetic does not fit the registers that the plain kernel is held to.
-        max_registers=0 if has_score_mod or has_dropout else config.max_registers,
-        use_pdl=supports_pdl(q.device),
-        device=q.device,
+        config = replace(config, max_registers=0)
+    ready = kernel_launch(
+        block_wise_kernel, schedule.programs, (WorkLists.of(work),), (problem, schedule, work.splits), (choices,),
+        config, q.device,
     )  # fmt: skip
     device = q.device
     lse_shape = (batch, heads, q_len)
-    chunk_size = groups * work.chunks * block_m
-    counters_size = groups * work.splits
+    chunk_size, block_v = schedule.groups * work.chunks * choices.block_m, choices.block_v
+    counters_size = schedule.groups * work.splits
 
     copied = _with_copies(prepared, options)
 

@@ -11,11 +11,13 @@ split and merge as Flash-Decoding.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.arguments import item_of
 from stof.kernels.triton.dropout_mask import kept_weights, load_seed
 from stof.kernels.triton.packed_integers import asks_for_nan, nan_row_block
 from stof.kernels.triton.running_maximum import LOWEST, bounded
@@ -36,6 +38,11 @@ ITEM_SIZE = tl.constexpr(len(WORK_ITEM))
 VECTOR = tl.constexpr(BIAS_VECTOR)
 
 
+# Rows of a row block: pointers to K and V of their key head, and [BLOCK_M] of each row: the bias, what `_rows` returns,
+# and b * H + h; both values of a seed.
+Rows = namedtuple("Rows", "k_ptr v_ptr bias_ptr row head row_ok head_number seed")
+
+
 @triton.jit
 @no_type_check
 def _step(
@@ -45,85 +52,59 @@ def _step(
     l_i,  # [BLOCK_M] running sum
     columns,  # [BLOCK_N] key columns
     words,  # [BLOCK_M, 4] bitmap words, unused when not PARTIAL
-    k_ptr,
-    v_ptr,
-    bias_row_ptr,  # [BLOCK_M] pointers to the bias row of each query
-    row,  # [BLOCK_M], as row_ok and head_number
-    row_ok,
-    head_number,  # b * H + h
-    stride_ks,
-    stride_vs,
-    stride_bk,
-    scale,
-    softcap,
-    head_dim,
-    value_dim,
-    seed,
-    offset,
-    threshold,
+    rows,  # `Rows`
+    problem,
     PARTIAL: tl.constexpr,
-    HAS_SCORE_MOD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BIAS_VECTORS: tl.constexpr,  # the bias is loaded in whole vectors of 16 bytes
-    PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
-    UNIT: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    SAME_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One tile: scores, mask, online softmax, dropout, accumulate."""
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    at = columns.to(tl.int64) if INT64_OFFSETS else columns
-    k_at = at[:, None] * stride_ks * UNIT
+    d = tl.arange(0, CONFIG.block_d)
+    dv = tl.arange(0, CONFIG.block_v)
+    at = columns.to(tl.int64) if CONFIG.int64_offsets else columns
+    k_at = at[:, None] * problem.k.s * CONFIG.unit
     # One multiplication serves both where K and V lie alike, as they nearly always do.
-    v_at = k_at if SAME_STRIDE else at[:, None] * stride_vs * UNIT
-    if PAD_D:
-        k = tl.load(k_ptr + k_at + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
+    v_at = k_at if CONFIG.same_stride else at[:, None] * problem.v.s * CONFIG.unit
+    if CONFIG.pad_d:
+        k = tl.load(rows.k_ptr + k_at + d[None, :], mask=(d < problem.head_dim * CONFIG.unit)[None, :], other=0.0)
     else:
-        k = tl.load(k_ptr + k_at + d[None, :])
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-    if HAS_SCORE_MOD:
-        s = s * scale
-        if HAS_SOFTCAP:
-            s = softcapped(s / softcap, softcap)
-        if HAS_BIAS:
+        k = tl.load(rows.k_ptr + k_at + d[None, :])
+    s = tl.dot(q, tl.trans(k), input_precision=CONFIG.precision)  # [BLOCK_M, BLOCK_N]
+    if CONFIG.has_score_mod:
+        s = s * problem.scale
+        if CONFIG.has_softcap:
+            s = softcapped(s / problem.softcap, problem.softcap)
+        if CONFIG.has_bias:
             if BIAS_VECTORS:
                 # Whole vectors: also columns that no row sees, whose scores are dropped.
-                vector_columns = columns // VECTOR * VECTOR + tl.arange(0, BLOCK_N) % VECTOR
+                vector_columns = columns // VECTOR * VECTOR + tl.arange(0, CONFIG.block_n) % VECTOR
                 bias_at = tl.max_contiguous(tl.multiple_of(vector_columns, VECTOR), VECTOR)
             else:
-                bias_at = at * stride_bk
-            bias = tl.load(bias_row_ptr[:, None] + bias_at[None, :], mask=row_ok[:, None], other=0.0)
+                bias_at = at * problem.bias.k
+            bias = tl.load(rows.bias_ptr[:, None] + bias_at[None, :], mask=rows.row_ok[:, None], other=0.0)
             s += bias.to(tl.float32)
         s *= LOG2E
     if PARTIAL:
-        s = tl.where(kept_scores(words, BLOCK_M, BLOCK_N), s, float("-inf"))
-    if HAS_SCORE_MOD:
+        s = tl.where(kept_scores(words, CONFIG.block_m, CONFIG.block_n), s, float("-inf"))
+    if CONFIG.has_score_mod:
         m_new = bounded(tl.maximum(m_i, tl.max(s, 1)))
         p = tl.exp2(s - m_new[:, None])
     else:
-        m_new = bounded(tl.maximum(m_i, tl.max(s, 1) * scale))
-        p = tl.exp2(s * scale - m_new[:, None])
+        m_new = bounded(tl.maximum(m_i, tl.max(s, 1) * problem.scale))
+        p = tl.exp2(s * problem.scale - m_new[:, None])
     alpha = tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    if HAS_DROPOUT:
+    if CONFIG.has_dropout:
         # After the sum: the softmax's denominator counts what is dropped.
-        kept = kept_weights(seed, offset, threshold, head_number[:, None], row[:, None], columns[None, :])
-        p = tl.where(kept, p, 0.0)
-    if PAD_V:
-        v = tl.load(v_ptr + v_at + dv[None, :], mask=(dv < value_dim)[None, :], other=0.0)
+        seed, offset = rows.seed
+        number, row = rows.head_number[:, None], rows.row[:, None]
+        p = tl.where(kept_weights(seed, offset, problem.threshold, number, row, columns[None, :]), p, 0.0)
+    if CONFIG.pad_v:
+        v = tl.load(rows.v_ptr + v_at + dv[None, :], mask=(dv < problem.value_dim * CONFIG.unit)[None, :], other=0.0)
     else:
-        v = tl.load(v_ptr + v_at + dv[None, :])
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        v = tl.load(rows.v_ptr + v_at + dv[None, :])
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=CONFIG.precision)
     return acc, m_new, l_i
 
 
@@ -133,72 +114,54 @@ def _store(
     acc,  # [BLOCK_M, BLOCK_V]
     m_i,
     l_i,
-    row,
-    head,
-    row_ok,
+    rows,  # `Rows`
     out_base,  # of the batch entry
     lse_base,  # of the batch entry
     sinks_ptr,
-    stride_oh,
-    stride_os,
-    q_len,
-    value_dim,
-    dropout_scale,
-    HAS_SINKS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    PAD_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    problem,
+    CONFIG: tl.constexpr,
 ):
     """Normalise and write the output and the log-sum-exp (natural, sinks not counted)."""
     some = l_i != 0.0  # or NaN
     total = tl.where(some, l_i, 1.0)
     lse = tl.where(some, (m_i + tl.log2(total)) * LN2, float("-inf"))
-    if HAS_SINKS:
+    if CONFIG.has_sinks:
         # softmax over keys and sink = softmax over keys / (1 + exp(sink - lse))
-        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
+        sink = tl.load(sinks_ptr + rows.head, mask=rows.row_ok, other=0.0).to(tl.float32)
         total = tl.where(some, total * (1.0 + tl.exp2((sink - lse) * LOG2E)), 1.0)
     factor = tl.where(some, 1.0 / total, 0.0)
-    if HAS_DROPOUT:
-        factor *= dropout_scale
-    dv = tl.arange(0, BLOCK_V)
-    out_ptrs = out_base + (head.to(tl.int64) * stride_oh + row * stride_os)[:, None] + dv[None, :]
-    out_ok = row_ok[:, None] & (dv < value_dim)[None, :] if PAD_V else row_ok[:, None]
-    tl.store(out_ptrs, (acc * factor[:, None]).to(out_base.dtype.element_ty), mask=out_ok)
-    tl.store(lse_base + head * q_len + row, lse, mask=row_ok)
+    if CONFIG.has_dropout:
+        factor *= problem.dropout_scale
+    dv = tl.arange(0, CONFIG.block_v)
+    row_at = rows.head.to(tl.int64) * problem.out.h + rows.row * problem.out.s
+    out_ok = rows.row_ok[:, None]
+    if CONFIG.pad_v:
+        out_ok = rows.row_ok[:, None] & (dv < problem.value_dim * CONFIG.unit)[None, :]
+    out = (acc * factor[:, None]).to(out_base.dtype.element_ty)
+    tl.store(out_base + row_at[:, None] + dv[None, :], out, mask=out_ok)
+    tl.store(lse_base + rows.head * problem.q_len + rows.row, lse, mask=rows.row_ok)
 
 
 @triton.jit
 @no_type_check
-def _rows(
-    row_block,
-    first_head,
-    pattern,
-    row_order_ptr,
-    q_len,
-    heads_per_group,
-    BLOCK_Q: tl.constexpr,
-    PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-):
-    """Query row (64-bit when INT64_OFFSETS), head, and existence of each row of a row block's tiles."""
-    r = tl.arange(0, BLOCK_M)
-    in_block = r // PACK
-    position = row_block * BLOCK_Q + in_block
-    row_ok = position < q_len
-    if BLOCK_M > BLOCK_Q * PACK:
-        row_ok = row_ok & (in_block < BLOCK_Q)
-    if PACK > 1:
-        row_ok = row_ok & (r % PACK < heads_per_group)
-        head = first_head + r % PACK
+def _rows(row_block, first_head, pattern, row_order_ptr, problem, CONFIG: tl.constexpr):
+    """Query row (64-bit where offsets are), head, and existence of each row of a row block's tiles."""
+    r = tl.arange(0, CONFIG.block_m)
+    in_block = r // CONFIG.pack
+    position = row_block * CONFIG.block_r + in_block
+    row_ok = position < problem.q_len
+    if CONFIG.block_m > CONFIG.block_r * CONFIG.pack:
+        row_ok = row_ok & (in_block < CONFIG.block_r)
+    if CONFIG.pack > 1:
+        row_ok = row_ok & (r % CONFIG.pack < problem.heads_per_group)
+        head = first_head + r % CONFIG.pack
     else:
-        head = first_head + tl.zeros([BLOCK_M], tl.int32)
-    if PERMUTED:
-        row = tl.load(row_order_ptr + pattern * q_len + position, mask=row_ok, other=0)
+        head = first_head + tl.full([CONFIG.block_m], 0, tl.int32)
+    if CONFIG.permuted:
+        row = tl.load(row_order_ptr + pattern * problem.q_len + position, mask=row_ok, other=0)
     else:
         row = position
-    if INT64_OFFSETS:
+    if CONFIG.int64_offsets:
         row = row.to(tl.int64)
     return row, head, row_ok
 
@@ -222,115 +185,47 @@ def block_wise_kernel(
     lse_ptr,  # [B, H, Sq] float32, contiguous
     bias_ptr,  # broadcast to [B, H, Sq, Skv] by strides of 0
     sinks_ptr,  # [H]
-    chunk_out_ptr,  # [groups, chunks, BLOCK_M, BLOCK_V] float32
-    chunk_ml_ptr,  # [groups, chunks, 2, BLOCK_M] float32
+    chunk_out_ptr,  # [groups, slots, BLOCK_M, BLOCK_V] float32
+    chunk_ml_ptr,  # [groups, slots, 2, BLOCK_M] float32
     counters_ptr,  # [groups, split row blocks] int32, zero before and after
     seed_ptr,  # [2] int64
-    pattern_ptr,  # [mask_batch, mask_heads] int32
-    items_ptr,  # [P, items, ITEM_SIZE] int32
-    first_columns_ptr,  # [P, items, BLOCK_N or 1] int32, columns of each item's first tile; 1 if CONTIGUOUS_TILES
-    partial_columns_ptr,  # [partial tiles, BLOCK_N] int32, or [partial tiles, 1]
-    partial_bitmap_ptr,  # [partial tiles] int32, row of bitmaps
-    bitmaps_ptr,  # [U, BLOCK_Q, 4] int32
-    full_columns_ptr,  # [full tiles, BLOCK_N] int32 when FULL_GATHERED; else full tiles of an item follow each other
-    row_order_ptr,  # [P, Sq] int32, when PERMUTED
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    mask_stride_b,
-    mask_stride_h,
-    groups,  # programs that share an item list: batch entries times groups_per_batch
-    heads,
-    groups_per_batch,  # programs per batch entry: heads, or key heads when packed
-    heads_per_group,  # query heads per key head
-    q_len,
-    head_dim,
-    value_dim,
-    items,
-    heads_at_once,  # neighbouring groups that run the same item at the same time, for the L2 cache
-    chunks,
-    splits,
-    scale,  # times log2(e) unless HAS_SCORE_MOD
-    softcap,
-    threshold,  # of dropout
-    dropout_scale,  # 1 / (1 - p)
-    BLOCK_Q: tl.constexpr,  # query rows of a row block
-    PACK: tl.constexpr,  # query heads in the rows of a tile, rounded up to a power of two
-    BLOCK_M: tl.constexpr,  # rows of the matrix product, >= BLOCK_Q * PACK
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
-    PATTERNS: tl.constexpr,  # several masks: look up which
-    HAS_PARTIAL: tl.constexpr,
-    HAS_FULL: tl.constexpr,
-    FULL_GATHERED: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NAN_ITEMS: tl.constexpr,  # items may ask for NaN
-    SHARED: tl.constexpr,  # items begin with tiles that others use too, relative to their rows
-    CONTIGUOUS_TILES: tl.constexpr,  # lists of columns hold the first one of each tile, the others follow it
-    HAS_SCORE_MOD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FULL_BIAS_VECTORS: tl.constexpr,  # of full tiles, see `Work.bias_vectors`, at aligned offsets
-    PARTIAL_BIAS_VECTORS: tl.constexpr,  # of partial tiles, and none reaches past the last key
-    HAS_SINKS: tl.constexpr,
-    UNIT: tl.constexpr,  # elements; head_dim, value_dim and the strides of K and V count these
-    INT64_OFFSETS: tl.constexpr,
-    SAME_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    work,  # `WorkLists`
+    problem,  # `Problem`
+    schedule,  # `Schedule`
+    splits,  # split row blocks
+    CONFIG: tl.constexpr,  # `BlockWiseConfig`
     USE_PDL: tl.constexpr,
 ):
     launch_next_and_wait(USE_PDL)
-    # Products with a constant: the compiler knows then that rows begin and end at multiples of it.
-    head_dim = head_dim * UNIT
-    value_dim = value_dim * UNIT
-    program = tl.program_id(0)
-    batch_of_groups = items * heads_at_once
-    item = (program % batch_of_groups) // heads_at_once
-    group = (program // batch_of_groups) * heads_at_once + program % heads_at_once
-    if group >= groups:
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    item, group = item_of(schedule)
+    if group >= schedule.groups:
         return
-    b = group // groups_per_batch
-    g = group % groups_per_batch
-    if PACK > 1:
-        first_head = g * heads_per_group
+    b = group // schedule.heads
+    g = group % schedule.heads
+    if CONFIG.pack > 1:
+        first_head = g * problem.heads_per_group
         kv_head = g
     else:
         first_head = g
-        kv_head = g // heads_per_group
-    if PATTERNS:
-        pattern = tl.load(pattern_ptr + b * mask_stride_b + first_head * mask_stride_h)
-        item += pattern * items
+        kv_head = g // problem.heads_per_group
+    if CONFIG.patterns:
+        pattern = tl.load(work.pattern_of + b * problem.mask_b + first_head * problem.mask_h)
+        item += pattern * schedule.items
     else:
         pattern = 0
     # Everything the first products need is one load away from the program's number: each further link in a chain
     # of loads would delay every program by a trip to memory.
     n = tl.arange(0, BLOCK_N)
-    WIDTH: tl.constexpr = 1 if CONTIGUOUS_TILES else BLOCK_N
-    lane = 0 if CONTIGUOUS_TILES else n
-    next_columns = tl.load(first_columns_ptr + item * WIDTH + lane)
-    item_ptr = items_ptr + item * ITEM_SIZE
+    WIDTH: tl.constexpr = 1 if CONFIG.contiguous_tiles else BLOCK_N
+    lane = 0 if CONFIG.contiguous_tiles else n
+    next_columns = tl.load(work.first_columns + item * WIDTH + lane)
+    item_ptr = work.items + item * ITEM_SIZE
     row_block = tl.load(item_ptr + ROW_BLOCK)
     nan_or_zero = 0.0
-    if NAN_ITEMS:
+    if CONFIG.has_nan:
         nan_or_zero = tl.where(asks_for_nan(row_block), float("nan"), 0.0)
         row_block = tl.where(asks_for_nan(row_block), nan_row_block(row_block), row_block)
     if row_block < 0:  # patterns have different numbers of items
@@ -343,7 +238,7 @@ def block_wise_kernel(
     first_full = tl.load(item_ptr + FULL_COLUMN)
     last_column = first_full
     own_partial, own_full, to_partial, to_full, q0 = 0, 0, 0, 0, 0
-    if SHARED:
+    if CONFIG.shared:
         own_partial = tl.load(item_ptr + OWN_PARTIAL)
         to_partial = tl.load(item_ptr + PARTIAL_SHIFT)
         own_full = tl.load(item_ptr + OWN_FULL)
@@ -351,104 +246,87 @@ def block_wise_kernel(
         q0 = tl.load(item_ptr + ORIGIN)
 
     r = tl.arange(0, BLOCK_M)
-    row, head, row_ok = _rows(
-        row_block,
-        first_head,
-        pattern,
-        row_order_ptr,
-        q_len,
-        heads_per_group,
-        BLOCK_Q,
-        PACK,
-        BLOCK_M,
-        PERMUTED,
-        INT64_OFFSETS,
-    )
-    d = tl.arange(0, BLOCK_D)
+    row, head, row_ok = _rows(row_block, first_head, pattern, work.row_order, problem, CONFIG)
+    d = tl.arange(0, CONFIG.block_d)
     dv = tl.arange(0, BLOCK_V)
-    b64 = b.to(tl.int64)
-    q_base = q_ptr + b64 * stride_qb
-    out_base = out_ptr + b64 * stride_ob
-    q_ptrs = q_base + (head.to(tl.int64) * stride_qh + row * stride_qs)[:, None] + d[None, :]
-    q = tl.load(q_ptrs, mask=row_ok[:, None] & (d < head_dim)[None, :] if PAD_D else row_ok[:, None], other=0.0)
-    k_base = k_ptr + (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * UNIT
-    v_base = v_ptr + (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * UNIT
-    bias_row = b64 * stride_bb + head.to(tl.int64) * stride_bh + row.to(tl.int64) * stride_bq
-    if FULL_BIAS_VECTORS:
+    b64, kv_head64 = b.to(tl.int64), kv_head.to(tl.int64)
+    out_base = out_ptr + b64 * problem.out.b
+    q_ptrs = q_ptr + b64 * problem.q.b + (head.to(tl.int64) * problem.q.h + row * problem.q.s)[:, None] + d[None, :]
+    q_ok = row_ok[:, None]
+    if CONFIG.pad_d:
+        # A product with a constant: the compiler knows then that rows end at multiples of it.
+        q_ok = row_ok[:, None] & (d < problem.head_dim * CONFIG.unit)[None, :]
+    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
+    bias_row = b64 * problem.bias.b + head.to(tl.int64) * problem.bias.h + row.to(tl.int64) * problem.bias.q
+    if CONFIG.full_bias_vectors:
         # Strides that are multiples of 8 but not of 16 do not tell by themselves.
         bias_row = tl.multiple_of(bias_row, VECTOR)
-    bias_row_ptr = bias_ptr + bias_row
-
-    head_number = b * heads + head
-    seed, offset = load_seed(seed_ptr, HAS_DROPOUT)
+    rows = Rows(
+        k_ptr=k_ptr + (b64 * problem.k.b + kv_head64 * problem.k.h) * CONFIG.unit,
+        v_ptr=v_ptr + (b64 * problem.v.b + kv_head64 * problem.v.h) * CONFIG.unit,
+        bias_ptr=bias_ptr + bias_row, row=row, row_ok=row_ok, head=head, head_number=b * problem.heads + head,
+        seed=load_seed(seed_ptr, CONFIG.has_dropout),
+    )  # fmt: skip
 
     m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if NAN_ITEMS:
+    if CONFIG.has_nan:
         l_i += nan_or_zero
     word = tl.arange(0, 4)
-    # Rows past BLOCK_Q * PACK repeat the last bitmap row: their scores are dropped, but reads must stay inside.
-    words_ptr = bitmaps_ptr + tl.minimum(r // PACK, BLOCK_Q - 1)[:, None] * 4 + word[None, :]
+    # Rows past those of a row block repeat the last bitmap row: their scores are dropped, but reads must stay inside.
+    words_ptr = work.bitmaps + tl.minimum(r // CONFIG.pack, CONFIG.block_r - 1)[:, None] * 4 + word[None, :]
 
-    if HAS_FULL and HAS_PARTIAL and FULL_GATHERED:
+    if CONFIG.has_full and CONFIG.has_partial and CONFIG.full_gathered:
         # Loaded before the partial tiles, used after them.
-        full_columns = tl.load(full_columns_ptr + _place(full_begin, own_full, to_full, SHARED) * WIDTH + lane)
-    if HAS_PARTIAL:
+        full_columns = tl.load(work.full_columns + _place(full_begin, own_full, to_full, CONFIG.shared) * WIDTH + lane)
+    if CONFIG.has_partial:
         # Columns and bitmap words are loaded one tile ahead into registers: left to the pipeliner they would make
         # every load of K and V an indirect one, at the price of a stage.
-        next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-        if not SHARED:
-            bitmap = tl.load(partial_bitmap_ptr + partial_begin + 1)
-        for tile in tl.range(partial_begin, partial_end, num_stages=STAGES):
+        next_words = tl.load(words_ptr + bitmap * (CONFIG.block_r * 4))
+        if not CONFIG.shared:
+            bitmap = tl.load(work.partial_bitmap + partial_begin + 1)
+        for tile in tl.range(partial_begin, partial_end, num_stages=CONFIG.stages):
             columns, words = next_columns, next_words
-            next_place = _place(tile + 1, own_partial, to_partial, SHARED)
-            next_columns = tl.load(partial_columns_ptr + next_place * WIDTH + lane)
-            if SHARED:
+            next_place = _place(tile + 1, own_partial, to_partial, CONFIG.shared)
+            next_columns = tl.load(work.partial_columns + next_place * WIDTH + lane)
+            if CONFIG.shared:
                 # Added a step late: the pipeliner carries a plain load from step to step, but would copy one that is
                 # computed with to shared memory, at the price of all its stages for K and V.
                 columns += tl.where(tile < own_partial, q0, 0)
                 bitmap = next_place
-            if CONTIGUOUS_TILES:
+            if CONFIG.contiguous_tiles:
                 # Columns that no row sees are not read.
                 columns = tl.minimum(columns + n, last_column)
-            next_words = tl.load(words_ptr + bitmap * (BLOCK_Q * 4))
-            if not SHARED:
-                bitmap = tl.load(partial_bitmap_ptr + tile + 2)
+            next_words = tl.load(words_ptr + bitmap * (CONFIG.block_r * 4))
+            if not CONFIG.shared:
+                bitmap = tl.load(work.partial_bitmap + tile + 2)
             acc, m_i, l_i = _step(
-                q, acc, m_i, l_i, columns, words, k_base, v_base, bias_row_ptr, row, row_ok, head_number,
-                stride_ks, stride_vs, stride_bk, scale, softcap, head_dim, value_dim, seed, offset, threshold, True,
-                HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, PARTIAL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS,
-                SAME_STRIDE, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
-        if HAS_FULL and FULL_GATHERED:
+                q, acc, m_i, l_i, columns, words, rows, problem, True, CONFIG.partial_bias_vectors, CONFIG
+            )
+        if CONFIG.has_full and CONFIG.full_gathered:
             next_columns = full_columns
-    if HAS_FULL:
-        for tile in tl.range(full_begin, full_end, num_stages=STAGES):
-            if FULL_GATHERED:
+    if CONFIG.has_full:
+        for tile in tl.range(full_begin, full_end, num_stages=CONFIG.stages):
+            if CONFIG.full_gathered:
                 columns = next_columns
-                next_place = _place(tile + 1, own_full, to_full, SHARED)
-                next_columns = tl.load(full_columns_ptr + next_place * WIDTH + lane)
-                if SHARED:
+                next_place = _place(tile + 1, own_full, to_full, CONFIG.shared)
+                next_columns = tl.load(work.full_columns + next_place * WIDTH + lane)
+                if CONFIG.shared:
                     columns += tl.where(tile < own_full, q0, 0)
-                if CONTIGUOUS_TILES:
+                if CONFIG.contiguous_tiles:
                     columns += n
             else:
                 columns = first_full + (tile - full_begin) * BLOCK_N + n
-            acc, m_i, l_i = _step(
-                q, acc, m_i, l_i, columns, 0, k_base, v_base, bias_row_ptr, row, row_ok, head_number,
-                stride_ks, stride_vs, stride_bk, scale, softcap, head_dim, value_dim, seed, offset, threshold, False,
-                HAS_SCORE_MOD, HAS_SOFTCAP, HAS_BIAS, FULL_BIAS_VECTORS, PAD_D, PAD_V, UNIT, INT64_OFFSETS,
-                SAME_STRIDE, PRECISION, HAS_DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
-            )  # fmt: skip
+            acc, m_i, l_i = _step(q, acc, m_i, l_i, columns, 0, rows, problem, False, CONFIG.full_bias_vectors, CONFIG)
 
-    if SPLIT:
+    if CONFIG.split:
         n_chunks = tl.load(item_ptr + PARTS)
         if n_chunks > 1:
             first_chunk = tl.load(item_ptr + FIRST_CHUNK)
             chunk = tl.load(item_ptr + CHUNK)
             split = tl.load(item_ptr + SPLIT_ROW_BLOCK)
-            slot = group.to(tl.int64) * chunks + first_chunk
+            slot = group.to(tl.int64) * schedule.slots + first_chunk
             tile_at = r[:, None] * BLOCK_V + dv[None, :]
             tl.store(chunk_out_ptr + (slot + chunk) * (BLOCK_M * BLOCK_V) + tile_at, acc)
             tl.store(chunk_ml_ptr + (slot + chunk) * (2 * BLOCK_M) + r, m_i)
@@ -474,7 +352,4 @@ def block_wise_kernel(
                 acc = acc * old[:, None] + acc_c * new[:, None]
                 m_i = m_new
             tl.store(counter_ptr, 0)
-    _store(
-        acc, m_i, l_i, row, head, row_ok, out_base, lse_ptr + b64 * heads * q_len, sinks_ptr,
-        stride_oh, stride_os, q_len, value_dim, dropout_scale, HAS_SINKS, HAS_DROPOUT, PAD_V, BLOCK_V,
-    )  # fmt: skip
+    _store(acc, m_i, l_i, rows, out_base, lse_ptr + b64 * problem.heads * problem.q_len, sinks_ptr, problem, CONFIG)

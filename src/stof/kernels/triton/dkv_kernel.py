@@ -10,6 +10,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.arguments import item_of
 from stof.kernels.triton.backward_common import (
     CHUNK,
     CHUNKS,
@@ -21,7 +22,6 @@ from stof.kernels.triton.backward_common import (
     block_rows,
     chunk_tiles,
     head_of,
-    item_of,
     kept_by_dropout,
     key_rows,
     load_bias,
@@ -82,10 +82,13 @@ def dkv_kernel(
     tiles,  # `TileLists` of the transposed layout
     problem,  # `Problem`
     schedule,  # `Schedule`
+    row_blocks,  # of a pattern
+    stat_size,  # B * H * Sq
+    scale,  # of the gradients
     stride_dk,  # `Strides`
     stride_dv,  # `Strides`
     kv_len,
-    CONFIG: tl.constexpr,  # `BackwardConfig`
+    CONFIG: tl.constexpr,  # `BlockWiseConfig`
     USE_PDL: tl.constexpr,
 ):
     """Gradients of the keys and values of one row block, or a chunk's part of them."""
@@ -102,30 +105,29 @@ def dkv_kernel(
     row, row_ok = block_rows(row_block, tiles.row_order, kv_len, CONFIG.block_r, CONFIG.block_m, CONFIG.permuted)
     row = row.to(tl.int64) if CONFIG.int64_offsets else row
     inputs = Inputs(
-        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, bias=bias_ptr,
+        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, stat_size=stat_size, bias=bias_ptr,
         seed=load_seed(seed_ptr, CONFIG.has_dropout),
     )  # fmt: skip
-    heads = schedule.heads * problem.heads_per_group
-    rows = key_rows(head_of(inputs, b, kv_head, kv_head, heads, problem, CONFIG), row, row_ok, problem, CONFIG)
+    rows = key_rows(head_of(inputs, b, kv_head, kv_head, problem, CONFIG), row, row_ok, problem, CONFIG)
     dk = tl.full([CONFIG.block_m, CONFIG.block_d], 0.0, tl.float32)
     dv = tl.full([CONFIG.block_m, CONFIG.block_v], 0.0, tl.float32)
     for head_in_group in range(problem.heads_per_group):
         q_head = kv_head * problem.heads_per_group + head_in_group
         number = row_block
         if CONFIG.patterns:
-            number = pattern_row_block(row_block, tiles, b, q_head, problem)
+            number = pattern_row_block(row_block, row_blocks, tiles, b, q_head, problem)
         span = chunk_tiles(tiles, number, chunk, chunks)
         if CONFIG.has_nan:
             nan = nan_or_zero(tiles, number)
             dk += nan
             dv += nan
-        head = head_of(inputs, b, q_head, kv_head, heads, problem, CONFIG)
+        head = head_of(inputs, b, q_head, kv_head, problem, CONFIG)
         dk, dv = add_tiles(_dkv_step, (dk, dv), span, tiles, rows, head, problem, CONFIG)
 
     slot = group.to(tl.int64) * schedule.slots + tl.load(item_ptr + SLOT)
     store_sums(
         dk, dk_ptr, stride_dk, b, kv_head, dk_chunk_ptr, slot, chunks, row, row_ok, problem.head_dim * CONFIG.unit,
-        problem.scale, CONFIG.split, CONFIG.block_m, CONFIG.block_d,
+        scale, CONFIG.split, CONFIG.block_m, CONFIG.block_d,
     )  # fmt: skip
     store_sums(
         dv, dv_ptr, stride_dv, b, kv_head, dv_chunk_ptr, slot, chunks, row, row_ok, problem.value_dim * CONFIG.unit,

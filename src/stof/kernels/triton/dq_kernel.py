@@ -8,6 +8,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.triton.arguments import item_of
 from stof.kernels.triton.backward_common import (
     CHUNK,
     CHUNKS,
@@ -19,7 +20,6 @@ from stof.kernels.triton.backward_common import (
     block_rows,
     chunk_tiles,
     head_of,
-    item_of,
     kept_by_dropout,
     load_bias,
     load_block,
@@ -76,8 +76,11 @@ def dq_kernel(
     tiles,  # `TileLists` of the forward layout
     problem,  # `Problem`
     schedule,  # `Schedule`
+    row_blocks,  # of a pattern
+    stat_size,  # B * H * Sq
+    scale,  # of the gradients
     stride_dq,  # `Strides`
-    CONFIG: tl.constexpr,  # `BackwardConfig`
+    CONFIG: tl.constexpr,  # `BlockWiseConfig`
     USE_PDL: tl.constexpr,
 ):
     """Gradients of the queries of one row block, or a chunk's part of them."""
@@ -93,25 +96,24 @@ def dq_kernel(
     chunks = tl.load(item_ptr + CHUNKS)
     row, row_ok = block_rows(number, tiles.row_order, problem.q_len, CONFIG.block_r, CONFIG.block_m, CONFIG.permuted)
     if CONFIG.patterns:
-        number = pattern_row_block(number, tiles, b, q_head, problem)
+        number = pattern_row_block(number, row_blocks, tiles, b, q_head, problem)
     span = chunk_tiles(tiles, number, chunk, chunks)
 
     row = row.to(tl.int64) if CONFIG.int64_offsets else row
     inputs = Inputs(
-        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, bias=bias_ptr,
+        q=q_ptr, k=k_ptr, v=v_ptr, d_out=d_out_ptr, stats=stats_ptr, stat_size=stat_size, bias=bias_ptr,
         seed=load_seed(seed_ptr, CONFIG.has_dropout),
     )  # fmt: skip
-    head = head_of(inputs, b, q_head, q_head // problem.heads_per_group, schedule.heads, problem, CONFIG)
-    stats = head.stats + row
-    lse = tl.load(stats, mask=row_ok, other=float("inf"))
-    delta = tl.load(stats + problem.stat_size, mask=row_ok, other=0.0)
+    head = head_of(inputs, b, q_head, q_head // problem.heads_per_group, problem, CONFIG)
+    lse = tl.load(head.lse + row, mask=row_ok, other=float("inf"))
+    delta = tl.load(head.delta + row, mask=row_ok, other=0.0)
     share = delta
     if CONFIG.has_sinks:
-        share = tl.load(stats + 2 * problem.stat_size, mask=row_ok, other=0.0)
+        share = tl.load(head.share + row, mask=row_ok, other=0.0)
     # Rows that keep nothing may hold NaN.
     some = row_ok & (lse != float("inf"))
     q = load_block(head.q, row, problem.q.s, some, problem.head_dim, CONFIG.block_d, CONFIG)
-    d_out = load_block(head.d_out, row, problem.d_out.s, some, problem.value_dim, CONFIG.block_v, CONFIG)
+    d_out = load_block(head.d_out, row, problem.out.s, some, problem.value_dim, CONFIG.block_v, CONFIG)
     rows = QueryRows(q=q, d_out=d_out, lse=lse, delta=delta, share=share, row=row, row_ok=row_ok)
     dq = tl.full([CONFIG.block_m, CONFIG.block_d], 0.0, tl.float32)
     if CONFIG.has_nan:
@@ -121,5 +123,5 @@ def dq_kernel(
     slot = group.to(tl.int64) * schedule.slots + tl.load(item_ptr + SLOT)
     store_sums(
         dq, dq_ptr, stride_dq, b, q_head, chunk_ptr, slot, chunks, row, row_ok, problem.head_dim * CONFIG.unit,
-        problem.scale, CONFIG.split, CONFIG.block_m, CONFIG.block_d,
+        scale, CONFIG.split, CONFIG.block_m, CONFIG.block_d,
     )  # fmt: skip

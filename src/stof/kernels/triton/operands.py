@@ -47,12 +47,6 @@ def row_strides(x: Tensor, unit: int = 1) -> Strides:
     return Strides(*[0 if size == 1 else n // unit for size, n in zip(x.shape[:3], x.stride()[:3], strict=True)])
 
 
-def mask_strides(pattern_of: Tensor) -> tuple[int, int]:
-    """Of `pattern_of [mask_batch, mask_heads]`, 0 in dimensions that it broadcasts."""
-    batch, heads = pattern_of.shape
-    return 0 if batch == 1 else heads, 0 if heads == 1 else 1
-
-
 def rows_fit(x: Tensor, unit: int) -> bool:
     """Whether kernels can read a tensor: its rows are contiguous, and whole units (elements)."""
     return (x.stride(3) == 1 or x.shape[3] == 1) and not any(n % unit for n in (x.shape[3], *row_strides(x)))
