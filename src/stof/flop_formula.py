@@ -63,7 +63,7 @@ def _kept_scores(call: inspect.BoundArguments) -> tuple[int, int, int]:
 def register_flops() -> None:
     """Register the formula with PyTorch and with the counters that run, if there are any.
 
-    `torch.utils.flop_counter` takes long to import, so a program that does not count does not import it here.
+    `torch.utils.flop_counter` takes long to import, so it is imported only where FLOPs are counted.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:

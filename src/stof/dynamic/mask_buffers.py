@@ -19,7 +19,7 @@ from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMas
 from stof.masks.tensors import DenseMask
 from stof.selection import IMPLEMENTATIONS
 
-# Block sizes of the block-wise kernel, of which two programs or more fit a multiprocessor at every head_dim:
+# Block sizes of the block-wise kernel, of which two thread blocks or more fit a multiprocessor at every head_dim:
 # benchmarks/notes/attention.md.
 BLOCK = 64
 

@@ -12,10 +12,10 @@ class KernelConfig:
     """How a block-wise or Hopper kernel is compiled, and how its work is cut; results do not depend on it.
 
     Attributes:
-        num_warps: warps of a program.
+        num_warps: warps of a thread block.
         num_stages: stages of the K and V pipeline, at least 2: without a pipeline, Triton 3.6 compiles a loop for
             sm_90 that reads shared memory out of bounds (seen on an H200).
-        max_registers: registers of a thread at most (more programs fit on a multiprocessor); 0 for no bound.
+        max_registers: registers of a thread at most (more thread blocks fit on a multiprocessor); 0 for no bound.
         pack: put the query heads of a key head into the rows of one tile (for few query rows).
         split_tiles: row blocks with more tiles are cut into equal chunks of at most so many; 0 never cuts.
         side: (batch, head) pairs that run the same item side by side, so that K and V stay in the L2 cache; 0 for all.

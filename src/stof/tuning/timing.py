@@ -121,9 +121,9 @@ def _time_cuda(
 ) -> dict[str, Timing]:
     flush = torch.empty(_L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
     repeats = {name: repeats_of(call, warmup) for name, call in calls.items()}
-    programs = {name: _repeated(call, flush, repeats[name]) for name, call in calls.items()}
+    runs = {name: _repeated(call, flush, repeats[name]) for name, call in calls.items()}
     baselines: dict[tuple[int, bool], _Run] = {}
-    for name, (_, graphed) in programs.items():
+    for name, (_, graphed) in runs.items():
         key = (repeats[name], graphed)
         if key not in baselines:
             baselines[key] = _repeated(None, flush, *key)[0]
@@ -137,14 +137,14 @@ def _time_cuda(
                 start = time.perf_counter()
                 calls[name]()
                 host[name].append(time.perf_counter() - start)
-                program, graphed = programs[name]
+                run, graphed = runs[name]
                 idle = elapsed_us(baselines[repeats[name], graphed])
-                gpu[name].append((elapsed_us(program) - idle) / repeats[name])
+                gpu[name].append((elapsed_us(run) - idle) / repeats[name])
     return {
         name: Timing(
             statistics.median(host[name]) * 1e6,
             statistics.median(gpu[name]),
-            programs[name][1],
+            runs[name][1],
             _clear(gpu[name]),
         )
         for name in calls

@@ -52,14 +52,14 @@ def fill_tiles(
     TILE: tl.constexpr = 2 if PAIRED else 1
     EVERYTHING: tl.constexpr = 1
     BITMAPS: tl.constexpr = 3 + 2 * (WIDTH // BLOCK_M)
-    program = tl.program_id(0)
-    pattern = program // row_blocks
-    q0 = (program % row_blocks) * BLOCK_M
+    pid = tl.program_id(0)
+    pattern = pid // row_blocks
+    q0 = (pid % row_blocks) * BLOCK_M
     last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
     query_block = pattern * query_blocks + q0 // BLOCK_SIZE
     bad = tl.load(bad_ptr + pattern) != 0
     count = tl.where(bad, 0, tl.load(count_ptr + query_block) * PER)
-    base = program * slots
+    base = pid * slots
     n_partial, n_full = 0, 0
     partial_bitmap, partial_column, last_column = 0, 0, 0
     for start in range(0, count, COPY):
@@ -98,8 +98,8 @@ def fill_tiles(
     _store_columns(columns_ptr, base * TILE + half, first_columns, (half + n_partial) > half, PAIRED)
     tiles = n_partial + n_full
     first = base + 1 - n_partial
-    item = tl.load(first_item_ptr + program)
-    parts = tl.load(first_item_ptr + program + 1) - item
+    item = tl.load(first_item_ptr + pid)
+    parts = tl.load(first_item_ptr + pid + 1) - item
     for part in range(parts):
         begin = first + part * tiles // parts
         end = first + (part + 1) * tiles // parts

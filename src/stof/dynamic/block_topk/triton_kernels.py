@@ -38,9 +38,9 @@ def select_blocks(
     BLOCK: tl.constexpr,  # key blocks rounded up to a power of two
 ):
     """The k best key blocks of one query block; of equal scores the first."""
-    program = tl.program_id(0)
-    pattern = program // query_blocks
-    query_block = program % query_blocks
+    pid = tl.program_id(0)
+    pattern = pid // query_blocks
+    query_block = pid % query_blocks
     x = tl.arange(0, BLOCK)
     at = (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
     at += query_block.to(tl.int64) * stride_q + x * stride_k
@@ -73,8 +73,8 @@ def select_blocks(
     room = k - tl.sum(above.to(tl.int32), 0)
     taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(chosen_ptr + program.to(tl.int64) * k + place, x, mask=taken)
-    tl.store(count_ptr + program, tl.sum(taken.to(tl.int32), 0))
+    tl.store(chosen_ptr + pid.to(tl.int64) * k + place, x, mask=taken)
+    tl.store(count_ptr + pid, tl.sum(taken.to(tl.int32), 0))
 
 
 @triton.jit
@@ -101,9 +101,9 @@ def block_fill(
     COPY: tl.constexpr,  # tiles written at once
 ):
     """Work of one row block from its chosen key blocks."""
-    program = tl.program_id(0)
-    pattern = program // row_blocks
-    row_block = program % row_blocks
+    pid = tl.program_id(0)
+    pattern = pid // row_blocks
+    row_block = pid % row_blocks
     # Under a causal mask the last row blocks have most to do.
     place = pattern * row_blocks + (row_blocks - 1 - row_block)
     if tl.load(bad_ptr + pattern) != 0:
@@ -114,7 +114,7 @@ def block_fill(
     count = tl.load(count_ptr + query_block) * PER
     q0 = row_block * BLOCK_M
     last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
-    partial_begin = program * slots
+    partial_begin = pid * slots
     full_begin = partial_begin + 2
     partial_end, full_end = partial_begin, full_begin
     for start in range(0, count, COPY):
@@ -143,7 +143,7 @@ def block_fill(
         from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
         low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
         past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
-        bitmap = program * 2 + tile - partial_begin
+        bitmap = pid * 2 + tile - partial_begin
         tl.store(bitmap_ptr + tile, bitmap)
         store_columns(
             bitmaps_ptr + bitmap.to(tl.int64) * (BLOCK_M * 4),
@@ -173,12 +173,12 @@ def list_tiles(
     COPY: tl.constexpr,  # tiles looked at once
 ):
     """Tiles of one row block, partial ones first, of which there are as many as was counted."""
-    program = tl.program_id(0)
-    kinds_ptr += program.to(tl.int64) * column_blocks
-    partial_end = tl.load(row_block_ptr + program)
-    n_partial = tl.load(partial_count_ptr + program)
+    pid = tl.program_id(0)
+    kinds_ptr += pid.to(tl.int64) * column_blocks
+    partial_end = tl.load(row_block_ptr + pid)
+    n_partial = tl.load(partial_count_ptr + pid)
     full_end = partial_end + n_partial
-    last_column = tl.load(last_column_ptr + program % row_blocks)
+    last_column = tl.load(last_column_ptr + pid % row_blocks)
     n = tl.arange(0, BLOCK_N)
     # A row block that could not be listed has fewer than none.
     for start in range(0, tl.where(n_partial < 0, 0, column_blocks), COPY):

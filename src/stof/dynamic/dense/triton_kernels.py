@@ -50,13 +50,13 @@ def dense_classes(
     COLUMNS: tl.constexpr,
 ):
     """How many rows of a row block keep each column: 0 none, 1 some, 2 all."""
-    program = tl.program_id(0)
-    row_program = program // column_blocks
+    pid = tl.program_id(0)
+    row_program = pid // column_blocks
     pattern = row_program // row_blocks
     row_block = row_program % row_blocks
     keep_ptr += (pattern // mask_heads).to(tl.int64) * stride_b + (pattern % mask_heads).to(tl.int64) * stride_h
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    column = (pid % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     ok = (row < q_len)[:, None] & (column < kv_len)[None, :]
     count = tl.sum(_dense_at(keep_ptr, row[:, None], column[None, :], stride_q, stride_k, ok, FORM), 0)
     rows = tl.minimum(BLOCK_M, q_len - row_block * BLOCK_M)
@@ -81,10 +81,10 @@ def dense_fill(
     COPY: tl.constexpr,
 ):
     """Columns of one row block's tiles: those all rows keep fill full tiles, the rest of them join the others."""
-    program = tl.program_id(0)
-    pattern = program // row_blocks
-    row_block = program % row_blocks
-    row_ptr = rows_ptr + program * 6
+    pid = tl.program_id(0)
+    pattern = pid // row_blocks
+    row_block = pid % row_blocks
+    row_ptr = rows_ptr + pid * 6
     place = pattern * row_blocks + tl.load(row_ptr)
     if tl.load(row_ptr + 5) != 0:
         store_nan_item(items_ptr, place, row_block)
@@ -100,7 +100,7 @@ def dense_fill(
     n_all, n_some = 0, 0
     for start in range(0, kv_len, COPY):
         column = start + tl.arange(0, COPY)
-        column_class = tl.load(classes_ptr + program.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
+        column_class = tl.load(classes_ptr + pid.to(tl.int64) * kv_len + column, mask=column < kv_len, other=0)
         all_rows = (column_class == 2).to(tl.int32)
         rank = n_all + tl.cumsum(all_rows, 0) - 1
         in_full = (all_rows != 0) & (rank < full_room)
@@ -118,7 +118,7 @@ def dense_fill(
         tl.store(columns_ptr + partial_at + x, tl.zeros([BLOCK_N], tl.int32) + stand_in, mask=x >= n_some)
         tile = partial_begin + i
         tl.store(bitmap_ptr + tile, tile)
-        tl.store(owner_ptr + tile * 2, program)
+        tl.store(owner_ptr + tile * 2, pid)
         tl.store(owner_ptr + tile * 2 + 1, tl.minimum(BLOCK_N, n_some - i * BLOCK_N))
     tl.debug_barrier()
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
@@ -143,7 +143,7 @@ def dense_bitmaps(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Bits of one partial tile; there is a program for every tile there is room for."""
+    """Bits of one partial tile; there is a thread block for every tile that there is room for."""
     tile = tl.program_id(0)
     owner = tl.load(owner_ptr + tile * 2)
     if owner < 0:

@@ -95,7 +95,7 @@ def slash_bitmaps(
     words,  # whose first tile column lies before the keys
     n,
     offset,
-    SIDE: tl.constexpr,  # programs of a pattern
+    SIDE: tl.constexpr,  # thread blocks of a pattern
     BLOCK: tl.constexpr,
 ):
     """Bitmaps of the tiles of `slash_columns`."""
@@ -139,15 +139,15 @@ def slash_fill(
     COPY: tl.constexpr,
 ):
     """Tiles of one row block, all of them partial, and what part of them each of its items takes."""
-    program = tl.program_id(0)
-    pattern = program // row_blocks
-    q0 = (program % row_blocks) * BLOCK + offset
+    pid = tl.program_id(0)
+    pattern = pid // row_blocks
+    q0 = (pid % row_blocks) * BLOCK + offset
     columns_ptr += pattern * n_columns
     tables_ptr += pattern * TABLES * (words + 1)
     slash_tiles_ptr += pattern * 2 * n
     bad = tl.load(bad_ptr + pattern) != 0
     listed = tl.where(bad, 0, tl.load(number_ptr + pattern))
-    base = program * slots
+    base = pid * slots
     slash_bitmap = 1 + 2 * pattern * n
     n_slash = 0
     for start in range(0, listed, COPY):
@@ -158,7 +158,7 @@ def slash_fill(
         tl.store(tiles_ptr + base + t, first, mask=reaches)
         tl.store(tile_bitmap_ptr + base + t, slash_bitmap + 2 * t + (first < 0).to(tl.int32), mask=reaches)
         n_slash += tl.sum(reaches.to(tl.int32), 0)
-    vertical_bitmap = own_bitmaps + program * (n_columns // BLOCK)
+    vertical_bitmap = own_bitmaps + pid * (n_columns // BLOCK)
     n_vertical = 0
     for start in range(0, tl.where(bad, 0, n_columns), BLOCK):
         column = tl.load(columns_ptr + start + tl.arange(0, BLOCK))
@@ -175,8 +175,8 @@ def slash_fill(
             tl.store(tile_bitmap_ptr + tile, number)
             n_vertical += 1
     tiles = n_slash + n_vertical
-    item = tl.load(first_item_ptr + program)
-    parts = tl.load(first_item_ptr + program + 1) - item
+    item = tl.load(first_item_ptr + pid)
+    parts = tl.load(first_item_ptr + pid + 1) - item
     for part in range(parts):
         begin = part * tiles // parts
         end = (part + 1) * tiles // parts

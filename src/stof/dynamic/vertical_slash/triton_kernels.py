@@ -90,7 +90,7 @@ def slash_tiles(
     chunks,
     full_chunks,
     full_base,
-    SIDE: tl.constexpr,  # programs of a pattern
+    SIDE: tl.constexpr,  # thread blocks of a pattern
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):

@@ -395,22 +395,22 @@ def write_layout(
     ROWS: tl.constexpr,
 ):
     """Write one row block's tiles, or one bitmap; thread blocks that write tiles come first."""
-    program = tl.program_id(0)
+    pid = tl.program_id(0)
     blocks = patterns * row_blocks
     tiles = blocks * columns
     _, _, partial_ptr, _, _, code_ptr, number_ptr, owner_ptr = _state_pointers(state_ptr, blocks, tiles, slots)
-    if program < blocks:
+    if pid < blocks:
         _write_row_block(
             partial_ptr, code_ptr, number_ptr, pointers_ptr, partial_count_ptr, base_ptr, tile_bitmap_ptr,
-            program, columns, blocks, BLOCK_N,
+            pid, columns, blocks, BLOCK_N,
         )  # fmt: skip
-        if (program == 0) & (patterns == 1):
+        if (pid == 0) & (patterns == 1):
             for first in range(0, entries, _CHUNK):
                 entry = first + tl.arange(0, _CHUNK)
                 tl.store(pattern_of_ptr + entry, 0, mask=entry < entries)
         return
     WORDS: tl.constexpr = (BLOCK_N + 31) // 32
-    number = program - blocks
+    number = pid - blocks
     tile = tl.load(owner_ptr + number)
     block = tile // columns
     numbers_ptr = state_ptr + first_number

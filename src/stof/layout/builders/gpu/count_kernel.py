@@ -41,10 +41,10 @@ def count_slabs(
     ROWS: tl.constexpr,
 ):
     """Slabs of one row block and BLOCK_N keys that keep some scores, and that keep all; columns likewise."""
-    program = tl.program_id(0)
-    block = program // columns
+    pid = tl.program_id(0)
+    block = pid // columns
     q0 = block % row_blocks * height
-    kv0 = program % columns * BLOCK_N
+    kv0 = pid % columns * BLOCK_N
     pattern = block // row_blocks
     rows = tl.minimum(q_len - q0, height)
     numbers_ptr = counts_ptr + first_number
@@ -72,7 +72,7 @@ def count_slabs(
             return
     per_column = tl.zeros([BLOCK_N // 32, 32], tl.int32)
     for first in range(0, rows, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, program % columns, q_len, kv_len,
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, pid % columns, q_len, kv_len,
                         SOURCE, height, BLOCK_N, ROWS)  # fmt: skip
         keep = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         per_column += tl.sum(keep, 0)

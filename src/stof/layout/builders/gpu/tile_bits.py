@@ -34,14 +34,14 @@ def prepare(
     draws,
 ):
     """What kernels find in memory when they start: zeros, programs' numbers, and the tables that are drawn."""
-    program = tl.program_id(0)
+    pid = tl.program_id(0)
     programs = tl.num_programs(0)
     given_ptr += first_given
     number_ptr = state_ptr + first_number
     lane = tl.arange(0, _AT_ONCE)
-    for start in range(program * _AT_ONCE, zeros, programs * _AT_ONCE):
+    for start in range(pid * _AT_ONCE, zeros, programs * _AT_ONCE):
         tl.store(state_ptr + start + lane, 0, mask=start + lane < zeros)
-    for start in range(program * _AT_ONCE, numbers, programs * _AT_ONCE):
+    for start in range(pid * _AT_ONCE, numbers, programs * _AT_ONCE):
         inside = start + lane < numbers
         tl.store(number_ptr + start + lane, tl.load(given_ptr + start + lane, mask=inside), mask=inside)
     for draw in range(draws):
@@ -49,7 +49,7 @@ def prepare(
         table_ptr = number_ptr + tl.load(draw_ptr)
         first, rows = tl.load(draw_ptr + 1), tl.load(draw_ptr + 2)
         key_blocks, picks, seed = tl.load(draw_ptr + 3), tl.load(draw_ptr + 4), tl.load(draw_ptr + 5)
-        for start in range(program * _DRAWN, rows, programs * _DRAWN):
+        for start in range(pid * _DRAWN, rows, programs * _DRAWN):
             row = start + tl.arange(0, _DRAWN)
             draw_blocks(table_ptr, row, first, rows, key_blocks, picks, seed)
 
