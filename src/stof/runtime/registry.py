@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -54,5 +53,9 @@ class Registry(Generic[T]):
         return value
 
 
+# Dynamo of PyTorch 2.11 traces this arithmetic, and no function of hashlib. A prime without structure, below 2**56.
+_MODULUS = 0xB7E151628AED15
+
+
 def _number_of(content: str) -> int:
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=7).digest(), "big") or 1
+    return int.from_bytes(content.encode(), "big") % _MODULUS or 1
