@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-newest lint types unit fuzz mutants test-transformers bench docs clean
+.PHONY: demo test test-all test-oldest test-newest lint types unit fuzz mutants test-transformers bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/stof demo
 
-# 8 minutes or less on two cores; `make test-all` has the rest: compile checks of all kernels and GPUs, slow tests, and
-# the newest supported transformers.
+# 8 minutes or less on two cores; `make test-all` has the rest: compile checks of all kernels and GPUs, slow tests, the
+# newest supported transformers, and what depends most on the oldest supported versions.
 test: lint types unit docs
 
 lint: $(VENV)/.dev
@@ -32,18 +32,24 @@ HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.
 test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-newest
 	$(PYTEST) -m "slow or hypothesis"
 	PYTHONPATH=$(abspath $(VENV))/transformers-newest $(PYTEST) $(HF_TESTS)
+	$(MAKE) test-oldest TESTS="$(VERSION_TESTS)"
 
-# The newest supported versions, in an environment of their own (6 GB: PyTorch comes with CUDA), and compile checks with
-# that Triton. NEWEST= takes whatever was released last.
-NEWEST := --constraint tests/newest/constraints.txt
+# The oldest and the newest supported versions, in an environment each (6 GB: PyTorch comes with CUDA), and compile checks
+# with the newest Triton. TESTS="FILE ..." runs these in place of all; CONSTRAINT= installs whatever was released last.
+# Where pip's configuration holds PyTorch back: PIP_CONFIG_FILE=/dev/null make test-newest.
+VERSION_TESTS := tests/integrations $(addprefix tests/test_,compiled_masks.py empty.py export.py gradients.py operator.py)
+CONSTRAINT = --constraint tests/$*/constraints.txt
+test-oldest: $(VENV)-oldest/.made
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
+
 test-newest: $(VENV)-newest/.made
-	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
 	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto -m slow tests/kernels/test_compile.py -k installed
 
-$(VENV)-newest/.made: pyproject.toml tests/newest/constraints.txt
-	$(PYTHON) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check $(NEWEST) --editable '.[hf,bench]' \
-	  hatchling hypothesis pytest pytest-xdist
+$(VENV)-%/.made: pyproject.toml tests/%/constraints.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINT) \
+	  --editable '.[hf,bench]' hatchling hypothesis pytest pytest-xdist
 	touch $@
 
 # Random calls against float64: make fuzz N=10000 SEED=1 FUZZ="--device cuda" (or --interpret, for Triton's kernels, or
@@ -79,7 +85,7 @@ docs: $(VENV)/.docs
 	@echo "open site/index.html"
 
 clean:
-	rm -rf site $(VENV) $(VENV)-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -17,6 +18,10 @@ if hasattr(tma, "async_load"):
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     reinterpret = gl.shared_memory_descriptor._reinterpret
+
+# From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. Their factors are then copied
+# out of the registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
+PINNED_PRODUCTS = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
 
 
 @gluon.constexpr_function
@@ -119,6 +124,10 @@ def rescale(x, factors, LAZY: gl.constexpr, PACK: gl.constexpr):
     if LAZY:
         x = gl.inline_asm_elementwise(
             _scaling(PACK), _scaled_operands(PACK), [x, factors[:, None]], dtype=gl.float32, is_pure=True, pack=PACK
+        )
+    elif PINNED_PRODUCTS:
+        x = gl.inline_asm_elementwise(
+            "mul.f32 $0, $1, $2;", "=f,f,f", [x, factors[:, None]], dtype=gl.float32, is_pure=False, pack=1
         )
     else:
         x = x * factors[:, None]
