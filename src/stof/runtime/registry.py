@@ -53,8 +53,8 @@ class Registry(Generic[T]):
         return value
 
 
-# Primes below 2**29: a number has the remainders of a text by both. Dynamo of PyTorch 2.11 traces this arithmetic, and no
-# function of hashlib.
+# Primes below 2**29; a number holds the remainders of a text by both. Dynamo of PyTorch 2.11 traces arithmetic, and
+# no function of hashlib.
 _PRIMES = (0x15F2B499, 0x1B3D9A5F)
 
 
