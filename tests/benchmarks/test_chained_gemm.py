@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.fusion.chained_gemm import CONFIGS, chain
-from stof.fusion.templates import GemmConfig, reference
+from stof.fusion.templates import reference
+from stof.fusion.templates.gemm_config import GemmConfig
 from stof.testing.oracle import error_budget
 from tests.examples import examples
 from tests.fusion.conftest import _as_on_a_gpu
