@@ -68,7 +68,7 @@ def run_case(case: Case, device: str) -> Outcome:
             return Outcome(refused=type(error).__name__)
         except Exception as error:
             refusal = refusal_within(error)
-            if refusal or _of_block_mask(error):
+            if refusal or of_block_mask(error):
                 return Outcome(refused=refusal or type(error).__name__)
             return _failed(case, device, f"{type(error).__name__}: {str(error)[:500]}\n{place(error)}", error)
         finally:
@@ -100,7 +100,7 @@ def refusal_within(error: BaseException | None) -> str:
     return ""
 
 
-def _of_block_mask(error: Exception) -> bool:
+def of_block_mask(error: Exception) -> bool:
     """PyTorch's `create_block_mask` has refusals of its own."""
     return any(frame.name == "create_block_mask" for frame in traceback.extract_tb(error.__traceback__))
 

@@ -65,6 +65,7 @@ class Step:
         length: tokens of a row.
         padded: tokens of each row that are none; of packed rows where the sequences begin.
         layer: number of the one layer that has the mask; None for all.
+        soft: the model is given embeddings that ask for gradients, as of soft prompts.
         keep: what the mask keeps, bool `[B | 1, H | 1, S, S]`.
     """
 
@@ -72,6 +73,7 @@ class Step:
     length: int
     padded: tuple[int, ...]
     layer: int | None
+    soft: bool
     keep: Kept | None = field(repr=False)
 
 
@@ -148,13 +150,15 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernels: bool = False
     if checkpointing == "selective":
         case.saved = frozenset(draw.sample(SAVED, draw.choice([1, 2, 3, 5, 15, 25])))
         case.every = draw.choice([1, 1, 2])
-    if model == "plain" and draw.random() < 0.04:
+    if model == "plain" and draw.random() < 0.025:
         case.compiled = draw.choice(["eager", "aot_eager", "aot_eager_decomp_partition"])
         case.compiles = draw.choice(["block", "model"])
         settings = [(), (("aggressive_recomputation", True),), (("activation_memory_budget", draw.choice([0.0, 0.5])),)]
         case.partitioner = draw.choice(settings)
     case.early_stop = draw.random() < 0.8
     case.frozen = draw.choice([0, 0, 1, 2])
+    if case.frozen == 2 and draw.random() < 0.5:  # calls of a frozen layer have a graph or none
+        case.around = "model"
     case.wrapped = draw.choice(["", "", "attention", "block", "model"])
     case.wrapper, case.wrapped_first = draw.choice(["args", "wraps"]), draw.random() < 0.5
     case.offloaded = draw.random() < 0.1
@@ -185,16 +189,17 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernels: bool = False
 
 def _steps(draw: random.Random, case: Case) -> list[Step]:
     packed = case.batches in ("packed", "ones")
-    fixed = case.masks in ("constant", "written", "function", "dynamic")
+    fixed = case.masks in ("constant", "written", "function", "dynamic") or bool(case.compiled)
     length = draw.choice([7, 16, 24, 33])
     steps: list[Step] = []
-    layer = draw.choice([None, None, 0, 1])
+    layer = draw.choice([None, 0] if case.frozen == 2 else [None, None, 0, 1])
     for number in range(3):
         length = length if fixed else draw.choice([7, 16, 24, 33])
         count = draw.randint(0, 2) if packed else case.batch
         padded = tuple(sorted(draw.randint(packed, length - 1) for _ in range(count)))
         lines, keep = _mask(draw, case.masks, number, Sizes(case.batch, HEADS, length, length), steps)
-        steps.append(Step(lines, length, padded, layer, keep))
+        soft = case.model in ("llama", "gemma2", "bert") and draw.random() < (0.4 if case.frozen == 2 else 0.1)
+        steps.append(Step(lines, length, padded, layer, soft, keep))
     return steps
 
 
