@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from stof.cli.common import must_be_writable, names, table_console
 
 if TYPE_CHECKING:
-    from stof.calibration.backward_tiles import MeasuredTile
     from stof.calibration.measure import Measured
+    from stof.calibration.measure_backward import MeasuredTile
     from stof.selection.device_model import DeviceModel
 
 
@@ -109,7 +109,7 @@ def tune_backward(
     import torch
     from rich.console import Console
 
-    from stof.calibration import backward_tiles
+    from stof.calibration import measure_backward
     from stof.errors import ArgumentError
     from stof.runtime.files import write_atomically
     from stof.selection.device_model import model_to_dict
@@ -118,7 +118,7 @@ def tune_backward(
     console = Console(stderr=True)
     if not device and not measurements:
         raise ArgumentError("give --device to measure this GPU, or --measurements FILE to fit its times")
-    rows = [row for file in measurements or () if not device or file.exists() for row in backward_tiles.read(file)]
+    rows = [row for file in measurements or () if not device or file.exists() for row in measure_backward.read(file)]
     if device:
         if not torch.cuda.is_available():
             raise ArgumentError("stof tune --device needs an NVIDIA GPU, and torch sees none")
@@ -126,22 +126,22 @@ def tune_backward(
             raise ArgumentError("--device writes one file of measurements")
         wanted = [
             cell
-            for cell in backward_tiles.CELLS
+            for cell in measure_backward.CELLS
             if (not masks or cell[0] in masks.split()) and (not shapes or cell[1] in shapes.split())
         ]
         old = [row for row in rows if (row.mask, row.shape, row.dtype) not in wanted]
 
         def keep(new: Sequence[MeasuredTile]) -> None:
             if measurements:
-                backward_tiles.write(measurements[0], [*old, *new])
+                measure_backward.write(measurements[0], [*old, *new])
 
-        rows = old + backward_tiles.measure(
+        rows = old + measure_backward.measure(
             wanted, torch.device("cuda"), budget, lambda line: console.print(line, style="dim", markup=False), keep
         )
     torch.set_num_threads(1)  # many tiny tensors
     base = _present_model()
-    fitted = base if check else backward_tiles.fit(rows, base)
-    console.print(backward_tiles.summary(rows, fitted))
+    fitted = base if check else measure_backward.fit(rows, base)
+    console.print(measure_backward.summary(rows, fitted))
     if output is not None:
         write_atomically(output, json.dumps(model_to_dict(fitted), indent=1) + "\n")
         console.print(f"wrote {output}")
