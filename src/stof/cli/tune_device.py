@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from stof.cli.common import must_be_writable, names, table_console
 
 if TYPE_CHECKING:
-    from stof.calibration.backward_tiles import MeasuredTile
     from stof.calibration.measure import Measured
+    from stof.calibration.measure_backward import MeasuredTile
     from stof.selection.device_model import DeviceModel
 
 
@@ -99,18 +99,18 @@ def tune_backward(
     import torch
     from rich.console import Console
 
-    from stof.calibration import backward_tiles, measurement_file
+    from stof.calibration import measure_backward, measurement_file
     from stof.runtime.files import write_atomically
     from stof.selection.device_model import model_to_dict
 
     must_be_writable(output)
     console = Console(stderr=True)
     base, values = _start(device, measurements)
-    rows = backward_tiles.from_json(values)
+    rows = measure_backward.from_json(values)
     if device:
         wanted = [
             cell
-            for cell in backward_tiles.CELLS
+            for cell in measure_backward.CELLS
             if (not masks or cell[0] in masks.split()) and (not shapes or cell[1] in shapes.split())
         ]
         old = [row for row in rows if (row.mask, row.shape, row.dtype) not in wanted]
@@ -119,12 +119,12 @@ def tune_backward(
             for file in measurements or ():
                 measurement_file.write(file, base, [*old, *new])
 
-        rows = old + backward_tiles.measure(
+        rows = old + measure_backward.measure(
             wanted, torch.device("cuda"), budget, lambda line: console.print(line, style="dim", markup=False), keep
         )
     torch.set_num_threads(1)  # many tiny tensors
-    fitted = base if check else backward_tiles.fit(rows, base)
-    console.print(backward_tiles.summary(rows, fitted))
+    fitted = base if check else measure_backward.fit(rows, base)
+    console.print(measure_backward.summary(rows, fitted))
     if output is not None:
         write_atomically(output, json.dumps(model_to_dict(fitted), indent=1) + "\n")
         console.print(f"wrote {output}")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stof.calibration import backward_tiles, measurement_file
-from stof.calibration.backward_tiles import MeasuredTile, fit, from_json, measure, summary
+from stof.calibration import measure_backward, measurement_file
 from stof.calibration.measure import call_of
+from stof.calibration.measure_backward import MeasuredTile, fit, from_json, measure, summary
 from stof.cli.main import app
 from stof.errors import ArgumentError
 from stof.selection.backward_tilings import BackwardTile, tiles_of
@@ -27,19 +27,19 @@ def rows_of(times: dict[str, BackwardTimes]) -> list[MeasuredTile]:
     rows = []
     model = replace(BASE, backward=times)
     for shape in (SHAPE, "1,32,8,64,1024,1024"):
-        call = call_of(backward_tiles.Shape.parse(shape), torch.bfloat16)
+        call = call_of(measure_backward.Shape.parse(shape), torch.bfloat16)
         for mask in ("full", "causal", "window512", "strided"):
-            for kernel in backward_tiles.KERNELS:
+            for kernel in measure_backward.KERNELS:
                 for tile in tiles_of(kernel, call):
                     for split in (0, 2, 6):
                         row = MeasuredTile(mask, shape, "bfloat16", kernel, tile, None, split, 0.0)
-                        us = float(backward_tiles._load(row, model, times[row.key]) @ times[row.key].weights())
+                        us = float(measure_backward._load(row, model, times[row.key]) @ times[row.key].weights())
                         rows.append(replace(row, us=us + 2 * BASE.launch))
     return rows
 
 
 def test_constants_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_tiles, "_statistics_us", lambda row, model: 2 * model.launch)
+    monkeypatch.setattr(measure_backward, "_statistics_us", lambda row, model: 2 * model.launch)
     times = {key: BackwardTimes(3.0, 1.0, 0.8, 2.0) for key in BASE.backward}
     rows = rows_of(times)
     fitted = fit(rows, BASE)
@@ -59,8 +59,8 @@ def test_models_without_these_constants_have_the_default_ones() -> None:
 
 @IN_INTERPRETER
 def test_wrong_variants_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_tiles, "tiles_of", lambda kernel, call: (BackwardTile(16, 16, 4, 2),))
-    monkeypatch.setattr(backward_tiles, "SPLITS", (0, 1))
+    monkeypatch.setattr(measure_backward, "tiles_of", lambda kernel, call: (BackwardTile(16, 16, 4, 2),))
+    monkeypatch.setattr(measure_backward, "SPLITS", (0, 1))
     lines: list[str] = []
     kept: list[int] = []
     cell = ("causal", "1,2,1,16,32,32", "float32")
@@ -71,7 +71,7 @@ def test_wrong_variants_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(row.us > 0 for row in rows)
     assert kept == [8]
-    monkeypatch.setitem(backward_tiles._TOLERANCE, torch.float32, -1.0)
+    monkeypatch.setitem(measure_backward._TOLERANCE, torch.float32, -1.0)
     assert measure([cell], torch.device("cpu"), None, lines.append, len) == []
     assert "WRONG" in lines[-1]
 
