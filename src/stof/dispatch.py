@@ -23,6 +23,21 @@ from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import with_four_dims
 
 
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs in the dtype of autocast if it is on, as for PyTorch's own attention; any float64 among them stays."""
+    if not isinstance(q, Tensor):
+        return q, k, v
+    device_type = q.device.type
+    # The compiler of torch 2.11 cannot trace this question; devices it compiles for have autocast.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
+        return q, k, v
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+    if not torch.is_autocast_enabled(device_type) or not all(getattr(x, "dtype", None) in castable for x in (q, k, v)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     """Return the plan of a call: the given one if it fits, else the mask's from the cache, made if it is missing."""
     if isinstance(mask_or_plan, Tensor):

@@ -121,6 +121,21 @@ def check_sparse(rank: int) -> None:
         torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-5, msg=at)
 
 
+def check_autocast(rank: int) -> None:
+    """Rotary embeddings leave queries and keys in float32, and values are bfloat16."""
+    inputs, mesh = calls()["packed"], init_device_mesh("cpu", (dist.get_world_size(),))
+    expected, split = make("llama").float(), make("llama").float()
+    with torch.autocast("cpu", torch.bfloat16), stof_hf.parallelise(split, mesh) as parallel:
+        one, other = expected(**inputs).loss, split(**inputs).loss
+        torch.testing.assert_close(other, one, atol=2e-2, rtol=2e-2)
+    one.backward()
+    other.backward()
+    parallel.reduce_gradients()
+    for (at, x), y in zip(split.named_parameters(), expected.parameters(), strict=True):
+        assert y.grad is not None
+        assert (x.grad - y.grad).norm() <= 0.1 * y.grad.norm(), at
+
+
 def check_refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = calls()["plain"]["input_ids"]
@@ -224,6 +239,7 @@ def check_all(rank: int) -> None:
         check_model(rank, name)
     check_sparse(rank)
     check_labels(rank)
+    check_autocast(rank)
     check_gradients_of_some_ranks(rank)
     check_refusals(rank)
 
