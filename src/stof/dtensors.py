@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stof.dispatch import under_autocast
 from stof.errors import ArgumentError, DtypeError, PlanMismatchError, ShapeError, UnsupportedError
 from stof.handles import mask_of
 from stof.masks.per_head import for_batch, for_heads
@@ -69,6 +70,7 @@ def local_call(
             f"if one of the tensors is a DTensor, all are; got others for {', '.join(plain)}: make them by "
             "torch.distributed.tensor.distribute_tensor(x, mesh, placements)"
         )
+    q, k, v = under_autocast(q, k, v)
     check_tensors(q, k, v)
     if dropout_p or scales is not None:
         what = "dropout_p" if dropout_p else "8-bit tensors with scales"

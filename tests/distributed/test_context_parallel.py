@@ -171,6 +171,19 @@ def check_contexts(rank: int) -> None:
     with pytest.raises(Exception, match="outside of compiled graphs"):
         torch.compile(attend, backend="eager", fullgraph=True)(*local, "keys")
 
+    mixed = [x.to(dtype) for x, dtype in zip(local, (torch.float32, torch.float32, torch.bfloat16), strict=True)]
+    same = [x.detach().bfloat16().requires_grad_() for x in mixed]
+    for way in ("heads", "keys"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = stof.distributed.attention(*(x.detach().requires_grad_() for x in mixed), shards, way=way)
+        wanted = stof.distributed.attention(*same, shards, way=way)
+        assert torch.equal(out, wanted)
+        out.sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(attend, *mixed, way, use_reentrant=False)
+        gradients = torch.autograd.grad(out.sum(), local)
+        assert all(gradient.dtype == torch.float64 and gradient.isfinite().all() for gradient in gradients)
+
     # Each rank differentiates another result.
     holder = shards.join(torch.full((len(shards.positions),), rank), 0)
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]

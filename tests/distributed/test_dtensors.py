@@ -122,6 +122,21 @@ def check_equal(rank: int, grid: bool) -> None:
     parts = [x.redistribute(mesh, every[0]) for x in sums]
     torch.testing.assert_close(stof.attention(*parts, keep).full_tensor(), one)
 
+    # As rotary embeddings leave them under autocast.
+    mixed = [x.to(dtype) for x, dtype in zip(plain, (torch.float32, torch.float32, torch.bfloat16), strict=True)]
+    spread_mixed = [spread(x.detach(), every[1]) for x in mixed]
+    with torch.autocast("cpu", torch.bfloat16):
+        of_full = stof.attention(*(x.requires_grad_() for x in mixed), BY_HEAD)
+        out = stof.attention(*spread_mixed, BY_HEAD)
+    of_full.float().square().sum().backward()
+    out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.full_tensor(), of_full, atol=2e-2, rtol=2e-2)
+    for x, y in zip(spread_mixed, mixed, strict=True):
+        assert x.grad is not None
+        assert x.grad.dtype == x.dtype
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad, atol=5e-2, rtol=5e-2)
+
     @torch.compile(backend="eager")
     def compiled(*x: Tensor) -> Tensor:
         return stof.attention(*x, BY_HEAD) * 2

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+from transformers import RobertaConfig, RobertaModel
+
 import stof.integrations.transformers as stof_hf
 from stof import masks
 from stof.errors import ArgumentError, RankMismatchError, ShapeError, StofError, UnsupportedError
@@ -121,6 +123,21 @@ def check_sparse(rank: int) -> None:
         torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-5, msg=at)
 
 
+def check_autocast(rank: int) -> None:
+    """Rotary embeddings leave queries and keys in float32, and values are bfloat16."""
+    inputs, mesh = calls()["packed"], init_device_mesh("cpu", (dist.get_world_size(),))
+    expected, split = make("llama").float(), make("llama").float()
+    with torch.autocast("cpu", torch.bfloat16), stof_hf.parallelise(split, mesh) as parallel:
+        one, other = expected(**inputs).loss, split(**inputs).loss
+        torch.testing.assert_close(other, one, atol=2e-2, rtol=2e-2)
+    one.backward()
+    other.backward()
+    parallel.reduce_gradients()
+    for (at, x), y in zip(split.named_parameters(), expected.parameters(), strict=True):
+        assert y.grad is not None
+        assert (x.grad - y.grad).norm() <= 0.1 * y.grad.norm(), at
+
+
 def check_refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = calls()["plain"]["input_ids"]
@@ -134,7 +151,15 @@ def check_refusals(rank: int) -> None:
     refuse(ArgumentError, "does not run stof's attention; call", lambda: stof_hf.parallelise(plain, mesh))
     t5 = stof_hf.enable(models.t5())
     refuse(UnsupportedError, "cannot be split by position", lambda: stof_hf.parallelise(t5, mesh))
+    wrapper = nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+    message = r"got ModuleDict; give the one within it, model\.base_model\.model"
+    refuse(ArgumentError, message, lambda: stof_hf.parallelise(wrapper, mesh))
+    roberta = stof_hf.enable(RobertaModel(RobertaConfig(**models._SMALL | {"pad_token_id": 1})).eval())
+    with stof_hf.parallelise(roberta, mesh):
+        refuse(UnsupportedError, "other results for position_ids that count from 0", lambda: roberta(ids))
     with stof_hf.parallelise(model, mesh) as parallel:
+        model.forward(ids)  # as PEFT's wrappers call it
+        refuse(ArgumentError, "not a wrapper of it", parallel.reduce_gradients)
         refuse(ArgumentError, "was not called yet", lambda: parallel.join(ids))
         refuse(UnsupportedError, "no cache", lambda: model(ids, use_cache=True))
         refuse(UnsupportedError, "logits_to_keep", lambda: model(ids, logits_to_keep=1))
@@ -204,6 +229,7 @@ def check_gradients_of_some_ranks(rank: int) -> None:
     first, second, *others = model.parameters()
     (first, second)[rank].grad = torch.full_like((first, second)[rank], 2.0 + rank)
     with stof_hf.parallelise(model, init_device_mesh("cpu", (2,))) as parallel:
+        model(calls()["plain"]["input_ids"])
         parallel.reduce_gradients()
     assert (first.grad == 2).all()
     assert (second.grad == 3).all()
@@ -224,6 +250,7 @@ def check_all(rank: int) -> None:
         check_model(rank, name)
     check_sparse(rank)
     check_labels(rank)
+    check_autocast(rank)
     check_gradients_of_some_ranks(rank)
     check_refusals(rank)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.attention import attention as local_attention
+from stof.dispatch import under_autocast
 from stof.distributed.agreement import agree
 from stof.distributed.exchange import GatherKeys, HeadsToTokens, TokensToHeads
 from stof.distributed.shards import Shards
@@ -123,6 +124,7 @@ def attention(
     if shards.ranks == 1 and way in (None, *WAYS) and not dropout_p and _has_tokens(q, k, shards.length):
         out, lse = local_attention(q, k, v, shards.mask, bias=bias, sinks=sinks, **options, return_lse=True)
         return (out, lse) if return_lse else out
+    q, k, v = under_autocast(q, k, v)
     error: StofError | None = None
     facts: dict[str, object] = {}
     try:

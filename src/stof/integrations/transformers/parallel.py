@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from stof.distributed import Shards, attention, shard
 from stof.distributed.agreement import agree, digest
@@ -63,6 +64,7 @@ class Parallelised:
         self._splits: dict[tuple[str, int], SplitSequence] = {}
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._has_labels = False
+        self._called = False  # with gradients, since they were reduced
         # Whether all ranks were found to hold the same parameters, at the first call.
         self._same_parameters = mesh.size() == 1
         # Before the hooks of `enable`, which look at whole sequences.
@@ -83,10 +85,22 @@ class Parallelised:
         Each rank's are its share, None for 0: of an expert that none of its tokens chose. All ranks call it.
 
         Raises:
-            ArgumentError: parameters are sharded over the mesh.
+            ArgumentError: parameters are sharded over the mesh; or the model was not called, or through a wrapper that
+                calls its `forward` (PEFT), so that its gradients are of whole sequences.
         """
+        if not self._called:
+            raise ArgumentError(
+                f"{type(self.model).__name__} was not called with gradients since the last reduction; call the model "
+                "that parallelise was given, not a wrapper of it, which calls its forward without splitting the tokens"
+            )
+        self._called = False
         parameters, group = list(self.model.parameters()), self.mesh.get_group()
-        _check_shards_apart(parameters, dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        if any(_is_sharded_over(parameter, ranks) for parameter in parameters):
+            raise ArgumentError(
+                "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
+                "over these; give fully_shard another dimension of the mesh than parallelise"
+            )
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has_gradient = has_gradient.to(device_of(self.mesh))
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
@@ -134,7 +148,12 @@ class Parallelised:
                 "the arguments": sorted(arguments),
             }
             if self.mesh.size() > 1:
-                facts |= _values(arguments)
+                # Numbers that ranks may round differently are not compared.
+                facts |= {
+                    f"the hash of {name}": digest(value)
+                    for name, value in arguments.items()
+                    if isinstance(value, Tensor) and not value.is_floating_point()
+                }
             if not self._same_parameters:
                 facts |= _checksums(self.model, dist.get_process_group_ranks(self.mesh.get_group()))
         except StofError as refused:
@@ -146,6 +165,7 @@ class Parallelised:
             raise error
         split = self._split_of(mask, length)
         self.shards = split.shards
+        self._called = self._called or torch.is_grad_enabled()
         self._has_labels = arguments.get("labels") is not None
         if self._has_labels:
             _shift_labels(arguments)
@@ -197,16 +217,17 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
     rank's share: call `reduce_gradients()` before the optimizer's step.
 
     Args:
-        model: a model that runs stof's attention (`enable`), called by its own `forward`.
+        model: a model of transformers that runs stof's attention (`enable`). Call it, not a wrapper of it: of a model
+            with PEFT's adapters, give and call `peft_model.get_base_model()`, which has the adapters.
         mesh: as for `stof.distributed.shard`.
 
     Returns:
         a handle with `shards`, `join`, `reduce_gradients` and `remove`; the end of a `with` block removes it as well.
 
     Raises:
-        ArgumentError: no model with stof's attention, or no mesh of one dimension with this rank.
-        UnsupportedError: a model that takes no `position_ids`, that counts positions otherwise than from 0, whose
-            rotary embeddings depend on the length, or with an encoder and a decoder; and in a call: a model whose
+        ArgumentError: no model of transformers with stof's attention, or no mesh of one dimension with this rank.
+        UnsupportedError: a model that takes no `position_ids`, whose rotary embeddings depend on the length, or with
+            an encoder and a decoder; and in a call: a model that counts positions otherwise than from 0, or whose
             layers mix tokens outside attention, a cache, masks for every score, labels of other tasks, and masks that
             transformers builds of functions stof does not know.
         RankMismatchError: in a call, ranks that differ in length, batch size, mask, arguments, or values of integers;
@@ -227,8 +248,12 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
     """
     check_module(model)
     check_mesh(mesh)
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != NAME:
+    if not isinstance(model, PreTrainedModel):
+        names = [name for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+        inner = f"; give the one within it, model.{names[0]}, and call that one" if names else ""
+        raise ArgumentError(f"parallelise takes a model of transformers, got {type(model).__name__}{inner}")
+    config = model.config
+    if config._attn_implementation != NAME:
         raise ArgumentError(
             f"{type(model).__name__} does not run stof's attention; call stof.integrations.transformers.enable(model)"
         )
@@ -237,7 +262,6 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> Parallelised:
     if missing or getattr(config, "is_encoder_decoder", False):
         why = f"takes no {', '.join(missing)}" if missing else "has an encoder and a decoder"
         raise UnsupportedError(f"{type(model).__name__} {why}, so its tokens cannot be split by position", {})
-    _check_positions(model)
     _check_rotary(model)
     return Parallelised(model, mesh)
 
@@ -266,15 +290,6 @@ def _is_sharded_over(parameter: nn.Parameter, ranks: Sequence[int]) -> bool:
     )
 
 
-def _check_shards_apart(parameters: Sequence[nn.Parameter], ranks: Sequence[int]) -> None:
-    """Refuse parameters of which the ranks of a sequence hold different parts."""
-    if any(_is_sharded_over(parameter, ranks) for parameter in parameters):
-        raise ArgumentError(
-            "parameters are sharded over the ranks that share a sequence, so their gradients cannot be summed "
-            "over these; give fully_shard another dimension of the mesh than parallelise"
-        )
-
-
 @torch.no_grad()
 def _checksums(model: nn.Module, ranks: Sequence[int]) -> dict[str, object]:
     """Sums of the words of parameters that all ranks of a sequence hold."""
@@ -284,26 +299,6 @@ def _checksums(model: nn.Module, ranks: Sequence[int]) -> dict[str, object]:
         if not _is_sharded_over(p, ranks)
     }
     return {name: int(value) for name, value in sums.items()}
-
-
-@torch.no_grad()
-def _check_positions(model: nn.Module) -> None:
-    """Refuse a model whose positions do not count from 0, as RoBERTa's."""
-    parameter = next(model.parameters())
-    ids = torch.arange(2, 10, device=parameter.device)[None]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        default, counted = (model(input_ids=ids, **given)[0] for given in ({}, {"position_ids": ids - 2}))
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if not torch.allclose(default, counted, rtol=1e-3, atol=1e-4):
-        raise UnsupportedError(
-            f"{type(model).__name__} gives other results for position_ids of 0, 1, 2, ... than for none, so positions "
-            "of split tokens are not known",
-            {},
-        )
 
 
 def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
@@ -337,15 +332,6 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> Tensor:
     return tokens
 
 
-def _values(given: dict[str, Any]) -> dict[str, object]:
-    """Hashes of tokens, labels and positions; tensors of numbers that ranks may round differently are not compared."""
-    return {
-        f"the hash of {name}": digest(value)
-        for name, value in given.items()
-        if isinstance(value, Tensor) and not value.is_floating_point()
-    }
-
-
 def _mask_of_call(given: dict[str, Any], rows: int, length: int) -> Mask:
     """Padding and packed sequences of a call, read on the host."""
     padding, positions = given.get("attention_mask"), given.get("position_ids")
@@ -370,8 +356,11 @@ def _mask_of_call(given: dict[str, Any], rows: int, length: int) -> Mask:
 
 
 def _check_tokens_apart(module: nn.Module, given: dict[str, Any], rows: int, length: int) -> None:
-    """Refuse a model whose layers mix tokens outside attention; it is run on a short row, once for each signature."""
-    mask = ModelMask(FULL, (rows, 1, length, length), includes_model_mask=False)
+    """Refuse a model whose layers mix tokens outside attention, or whose positions do not count from 0, as RoBERTa's.
+
+    It is run on a short row, once for each signature.
+    """
+    mask = ModelMask(FULL, (rows, 1, length, length), includes_model_mask=False, first_position=0)
     arguments = {name: value for name, value in given.items() if name not in ("labels", "attention_mask")}
     described = describe(arguments | {"attention_mask": mask}, rows, length, with_tensors=True)
     verdict = check(module, described, rows, length)
