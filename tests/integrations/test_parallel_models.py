@@ -52,9 +52,13 @@ def tokens() -> Tensor:
 
 def split_by_transformers(model: Any, mesh: DeviceMesh) -> None:
     """What `from_pretrained(..., tp_plan="auto")` does; that itself needs accelerate."""
+    from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    apply_tensor_parallelism(model, mesh)
+    plans = ()
+    if hasattr(model, "_resolve_parallel_plans"):  # transformers 5.24 takes the plan as an argument
+        plans = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[:1]
+    apply_tensor_parallelism(model, mesh, *plans)
 
 
 def split_by_torch(model: Any, mesh: DeviceMesh) -> None:

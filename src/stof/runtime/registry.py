@@ -53,8 +53,7 @@ class Registry(Generic[T]):
         return value
 
 
-# Primes below 2**29; a number holds the remainders of a text by both. Dynamo of PyTorch 2.11 traces arithmetic, and
-# no function of hashlib.
+# Dynamo of PyTorch 2.11 traces this arithmetic, and no function of hashlib. Python divides fastest by less than 2**30.
 _PRIMES = (0x15F2B499, 0x1B3D9A5F)
 
 

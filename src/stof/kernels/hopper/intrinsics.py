@@ -19,8 +19,8 @@ else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     reinterpret = gl.shared_memory_descriptor._reinterpret
 
-# From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. Their factors are then
-# copied out of the registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
+# From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. It then copies their
+# operands from registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
 PINNED_PRODUCTS = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
 
 
