@@ -49,7 +49,7 @@ def test_integers_for_every_score(build: Any) -> None:
             with pytest.raises(DtypeError, match=rf"attention_mask.*{dtype}.*mask\.bool\(\)"):
                 model(**call, attention_mask=keep.to(dtype))
         for dtype in (torch.int64, torch.bool, torch.float32):
-            with pytest.raises(ShapeError, match=r"attention_mask.*mask\[:, None\]"):
+            with pytest.raises(ShapeError, match=r"attention_mask.*mask\[:, None\].*mask\.bool\(\)\[:, None\]"):
                 model(**call, attention_mask=keep[:, 0].to(dtype))
 
 
@@ -72,6 +72,15 @@ def test_lengths_count_the_tokens_in_the_cache() -> None:
                         pads = torch.nn.functional.pad(pads, (0, 4), value=1)
                 out.append(model(ids[:, 5:], attention_mask=pads, past_key_values=cache).logits)
         torch.testing.assert_close(out[1], out[0], atol=3e-5, rtol=1e-5)
+
+
+def test_generation_without_the_cache_that_checkpointing_drops() -> None:
+    """Each new token would see itself alone; PyTorch's attention generates so."""
+    model = hf.enable(models.llama()).train()
+    models.checkpoint_activations(model)
+    ids = torch.randint(3, 60, (2, 8))
+    with pytest.raises(ShapeError, match=r"gradient checkpointing drops the cache.*model\.eval\(\)"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
 
 
 def test_cross_attention_has_a_length_of_its_own() -> None:

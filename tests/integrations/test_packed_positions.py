@@ -15,6 +15,7 @@ from stof.errors import UnsupportedError
 from tests.integrations import models
 from tests.integrations.test_packing_check import REFUSED, _out
 
+transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("stof.integrations.transformers")
 sequence_numbers = pytest.importorskip("stof.integrations.transformers.packed_calls").sequence_numbers
 
@@ -125,3 +126,131 @@ def test_other_layers_over_tokens_are_refused(name: str, mask: str) -> None:
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="leave position_ids out, or do not compile"):
         _out(torch.compile(model, backend="eager", fullgraph=True), plain)
+
+
+def _qwen_vl() -> Any:
+    config = transformers.Qwen2_5_VLTextConfig(
+        vocab_size=models.VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    )  # fmt: skip
+    return transformers.Qwen2_5_VLTextModel(config).eval()
+
+
+@pytest.mark.parametrize("mask", ["none", "ones", "padding"])
+@pytest.mark.parametrize("kinds", [3, 4])
+def test_positions_of_several_kinds(kinds: int, mask: str) -> None:
+    model = hf.enable(_qwen_vl())
+    rows = [_lengths() for _ in range(random.randint(1, 2))]
+    call = _call(rows, mask)
+    want = _alone(model, call, rows)
+    call["position_ids"] = call["position_ids"].expand(kinds, -1, -1)
+    valid = call.get("attention_mask", torch.ones(len(rows), WIDTH)).bool()
+    for more in ({}, {"use_cache": False}):
+        torch.testing.assert_close(_out(model, call | more)[valid], want[valid], atol=2e-5, rtol=1e-5)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(_out(compiled, call)[valid], want[valid], atol=2e-5, rtol=1e-5)
+
+
+def _text_and_grids(parts: int) -> Tensor:
+    """Positions `[3, S]` of texts and grids of images or videos in turn, as Qwen2.5-VL numbers them."""
+    out, start = [], 0
+    for _ in range(parts):
+        length = random.randint(1, 5)
+        out.append(torch.arange(start, start + length).expand(3, -1))
+        start += length
+        sizes = [torch.arange(random.randint(1, 4)) for _ in range(3)]
+        sizes[0] = (sizes[0] * random.choice([0.4, 1.0, 3.0])).long()  # several frames may have the same time
+        out.append(torch.stack([x.flatten() for x in torch.meshgrid(*sizes, indexing="ij")]) + start)
+        start = int(out[-1].max()) + 1
+    return torch.cat(out, 1)
+
+
+def test_grids_begin_no_sequence_and_their_sequences_are_told_apart() -> None:
+    for _ in range(200):
+        rows = [_text_and_grids(random.randint(1, 3)) for _ in range(random.randint(1, 3))]
+        if random.random() < 0.3:
+            rows.append(torch.arange(random.randint(1, 4)).expand(3, -1))
+        lengths = [row.shape[1] for row in rows]
+        positions, want = torch.cat(rows, 1)[:, None], torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        valid = torch.ones(1, sum(lengths), dtype=torch.bool)
+        assert torch.equal(sequence_numbers(positions, valid)[0], want)
+        text = torch.cat([torch.arange(length) for length in lengths])[None, None]
+        assert torch.equal(sequence_numbers(torch.cat([text, positions]), valid)[0], want)
+        padding = torch.zeros(3, 1, 4, dtype=torch.long)
+        padded = torch.cat([padding, positions, padding], 2)
+        numbers = sequence_numbers(padded, torch.nn.functional.pad(valid, (4, 4)))
+        assert torch.equal(numbers[0, 4:-4], want)
+
+
+def _by_instance(model: Any) -> Any:
+    before = model.model.forward
+    model.model.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    return model
+
+
+def _by_class(model: Any) -> Any:
+    kind = type(model.model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    model.model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return model
+
+
+def _outer(model: Any) -> Any:
+    before = model.forward
+    model.forward = lambda ids, **kwargs: before(ids, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [_by_instance, _by_class, _outer])
+@pytest.mark.parametrize("enable_first", [False, True])
+def test_wrapped_forwards(wrap: Callable[[Any], Any], enable_first: bool) -> None:
+    rows = [_lengths(), _lengths()]
+    call = _call(rows, "ones")
+    model = models.llama()
+    want = _alone(model, call, rows)
+    model = wrap(hf.enable(model)) if enable_first else hf.enable(wrap(model))
+    ids = call.pop("input_ids")
+    with torch.no_grad():
+        got = model(ids, **call).logits
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+        if wrap is not _outer:
+            hidden = model.model(ids, call["attention_mask"], call["position_ids"])[0]
+            torch.testing.assert_close(model.lm_head(hidden), want, atol=2e-5, rtol=1e-5)
+
+
+def test_arguments_that_nobody_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = transformers.LlamaModel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    model, rows = models.llama(), [_lengths()]
+    call = _call(rows, "ones")
+    want = _alone(model, call, rows)
+    hf.enable(model)
+    torch.testing.assert_close(_out(model, call), want, atol=2e-5, rtol=1e-5)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="does not name its arguments"):
+        model.model(*call.values())
+
+
+@pytest.mark.parametrize("build", [models.bert, models.llama])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masks_that_number_sequences_are_refused(build: Callable[[], Any], compiled: bool) -> None:
+    """LLaMA-Factory packs so; read as padding, the numbers would let sequences see one another."""
+    torch.compiler.reset()
+    model = hf.enable(build())
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(1, models.VOCABULARY, (2, WIDTH))
+    numbers = torch.ones_like(ids)
+    want = _out(model, {"input_ids": ids, "attention_mask": numbers.bool()})
+    torch.testing.assert_close(_out(model, {"input_ids": ids, "attention_mask": numbers}), want)
+    numbers[1, 9:] = 2
+    with pytest.raises(RuntimeError if compiled else UnsupportedError, match=r"attention_mask.*values above 1"):
+        _out(model, {"input_ids": ids, "attention_mask": numbers})

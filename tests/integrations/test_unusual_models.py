@@ -48,6 +48,30 @@ def test_a_model_whose_chunks_count_padding_is_given_a_tensor() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         torch.testing.assert_close(hf.enable(model)(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        positions = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
+        with pytest.raises(UnsupportedError, match=r"(?s)computes with its masks.*Pass the padded batch") as found:
+            model(ids, position_ids=positions)
+        assert 'implementation("stof")' not in str(found.value)
+
+
+def test_a_model_of_two_models() -> None:
+    """Its parts are given new configurations; their layers keep the older ones."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    decoder = transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    model = transformers.EncoderDecoderModel(
+        encoder=transformers.BertModel(transformers.BertConfig(**sizes)), decoder=transformers.BertLMHeadModel(decoder)
+    ).eval()
+    ids, labels = torch.randint(3, 100, (2, 20)), torch.randint(3, 100, (2, 9))
+    call = {"input_ids": ids, "decoder_input_ids": labels, "attention_mask": (torch.rand(2, 20) < 0.8).long()}
+    call["attention_mask"][:, 0] = 1
+    layers = [part for part in model.modules() if type(part).__name__ in ("BertSelfAttention", "BertCrossAttention")]
+    with torch.no_grad():
+        expected = model(**call).logits
+        for choose, name in ((hf.enable, "stof"), (hf.disable, "sdpa")):
+            choose(model)
+            assert {layer.config._attn_implementation for layer in layers} == {name}
+            torch.testing.assert_close(model(**call).logits, expected, atol=1e-5, rtol=1e-5)
+    assert len(layers) == 3
 
 
 def test_a_decoder_that_masks_its_padding_unasked() -> None:

@@ -9,6 +9,11 @@ from transformers import masking_utils
 from stof.errors import DtypeError, ShapeError, UnsupportedError
 from stof.integrations.transformers.model_mask import ModelMask
 
+_HOW_TO_GIVE_SCORES = (
+    "write mask[:, None] to give a bool or additive float mask [B, Sq, Skv] a dimension of heads, or "
+    "mask.bool()[:, None] for one of 0 and 1"
+)
+
 
 def check_padding(
     given: Tensor | ModelMask | None,
@@ -31,8 +36,7 @@ def check_padding(
     if isinstance(given, Tensor) and given.ndim != 2:
         raise ShapeError(
             f"attention_mask is [B, tokens], or [B, heads or 1, Sq, Skv] for every score, got {list(given.shape)}; "
-            "write mask[:, None] to give a bool or additive float mask [B, Sq, Skv] a dimension of heads, "
-            "or mask.bool()[:, None] for one of 0 and 1"
+            f"{_HOW_TO_GIVE_SCORES}"
         )
     if given.shape[0] != batch:
         raise ShapeError(
@@ -45,8 +49,15 @@ def check_padding(
     length, seen = given.shape[1], q_offset + q_length
     if not seen <= length <= max(seen, kv_offset + kv_length):
         raise ShapeError(
-            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; give one "
-            "value per token; a mask [B, Sq, Skv], which some models flatten, needs a dimension of heads: mask[:, None]"
+            f"attention_mask has {length} tokens and attention sees {seen}, those in the cache included; "
+            + (
+                f"for a mask [B, Sq, Skv], which this model flattens, {_HOW_TO_GIVE_SCORES}"
+                if length == q_length * seen and q_length > 1
+                else "give one value per token"
+                if length < seen
+                else "give one value per token; in training mode, gradient checkpointing drops the cache of earlier "
+                "tokens: call model.eval() before generate()"
+            )
         )
 
 

@@ -168,9 +168,10 @@ class ModelMask:
 
 def _not_a_tensor(did: str) -> str:
     return (
-        f"the attention mask is a stof mask, not a tensor, and code outside stof {did}. Masks of stof (a packed batch, "
-        'for instance) need model.set_attn_implementation("stof"); a model that works on its masks itself cannot run '
-        'with stof attention: use model.set_attn_implementation("sdpa") and a tensor mask'
+        f"the attention mask is a stof mask, not a tensor, and code outside stof {did}. Either a layer of the model "
+        "does not run stof's attention, which stof.integrations.transformers.enable(model) gives to all of them; or "
+        "the model computes with its masks: give such a model the tensor mask of a padded batch, and if it raises this "
+        'even so, call model.set_attn_implementation("sdpa")'
     )
 
 

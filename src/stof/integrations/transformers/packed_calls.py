@@ -14,16 +14,30 @@ from stof.errors import UnsupportedError
 from stof.handles import FULL
 from stof.integrations.transformers.layer_code import calls_interface
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, check, describe
+from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, Argument, Verdict, check, describe
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import documents
 from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
-_PARAMETERS, _ATTENDS = "_stof_parameters", "_stof_attends"
-# Dynamo runs the check while it traces: the verdict is a constant, and the graph holds no part of the check.
-_check_while_tracing = torch.compiler.assume_constant_result(check)
+_PARAMETERS, _TAKES_MASK, _ATTENDS = "_stof_parameters", "_stof_takes_mask", "_stof_attends"
+_NUMBERED = (
+    "attention_mask [B, tokens] holds values above 1, as where it numbers packed sequences, and stof reads it as "
+    "padding: 1 at tokens, 0 at padding. Give position_ids that begin anew at every sequence, and mask.clamp(max=1)"
+)
+
+
+@torch.compiler.assume_constant_result
+def _stof_check(part: nn.Module, arguments: tuple[Argument, ...], rows: int, width: int) -> Verdict:
+    """`check`, which Dynamo runs while it traces: the verdict is a constant, and the graph holds no part of the check.
+
+    A method, as PyTorch 2.11 takes no module among the arguments of such a function; it is looked up by this name.
+    """
+    return check(part, arguments, rows, width)
+
+
+PreTrainedModel._stof_check = _stof_check
 
 
 def watch(model: nn.Module) -> None:
@@ -34,8 +48,28 @@ def watch(model: nn.Module) -> None:
         part.__dict__.pop(PASSED, None)
         if not hasattr(part, _PARAMETERS):
             part.register_forward_pre_hook(before_forward, with_kwargs=True)
-        setattr(part, _PARAMETERS, tuple(inspect.signature(part.forward).parameters))
+        names, takes_mask = _parameters(part)
+        setattr(part, _PARAMETERS, names)
+        setattr(part, _TAKES_MASK, takes_mask)
         setattr(part, _ATTENDS, _attends(part))
+
+
+def _parameters(part: PreTrainedModel) -> tuple[tuple[str, ...], bool]:
+    """Names of the arguments that a part takes by position, and whether it takes an `attention_mask`.
+
+    Wrappers that take `*args` say nothing of either, whether they replace `forward` on the instance or in its class.
+    """
+    inherited = [vars(kind)["forward"].__get__(part) for kind in type(part).__mro__ if "forward" in vars(kind)]
+    known: list[list[inspect.Parameter]] = []
+    for forward in (part.forward, *inherited):
+        parameters = list(inspect.signature(forward).parameters.values())
+        if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
+            known.append(parameters)
+    if not known:
+        return (part.main_input_name,), True
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    names = tuple(parameter.name for parameter in known[0] if parameter.kind not in by_keyword)
+    return names, any(parameter.name == "attention_mask" for parameters in known for parameter in parameters)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -50,31 +84,47 @@ def before_forward(
     """Give a part of a model the mask of its packed sequences, checked.
 
     Raises:
-        UnsupportedError: packed sequences, and the part does not keep them apart, or there are earlier tokens.
+        UnsupportedError: packed sequences, and the part does not keep them apart, or there are earlier tokens; or an
+            `attention_mask` that numbers sequences.
     """
     if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         return None
     tracing = torch.compiler.is_dynamo_compiling()
-    given = dict(zip(getattr(module, _PARAMETERS), args, strict=False)) | kwargs
+    names = getattr(module, _PARAMETERS)
+    given = dict(zip(names, args, strict=False)) | kwargs
     packed = next((value for value in given.values() if _is_unchecked(value)), None)
-    if packed is None and getattr(module, _ATTENDS):
-        packed = _mask_of_positions(module, given, tracing)
-        if packed is not None:
-            given["attention_mask"] = packed
+    changed: dict[str, Any] = {}
+    if getattr(module, _ATTENDS):
+        if len(args) > len(names):
+            raise UnsupportedError(
+                f"{type(module).__name__}.forward was replaced by a function that does not name its arguments, and "
+                f"was called with {len(args)} of them by position; give all but the first by name",
+                {},
+            )
+        _refuse_numbers(given, tracing)
+        if packed is None:
+            packed = _mask_of_positions(module, given, tracing)
+            if packed is not None:
+                changed["attention_mask"] = packed
     if packed is None:
         return None
-    if not packed.is_packed and not tracing:
-        return (), given  # a CUDA graph or an export: the model cannot be run on other values
-    tokens = _tokens(given)
-    rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
-    if tracing:
-        verdict = _check_while_tracing(module, describe(given, rows, width, with_tensors=False), 1, TRACED_WIDTH)
-    else:
-        verdict = check(module, describe(given, rows, width, with_tensors=True), rows, width)
-    if verdict.apart:
-        return (), {name: value.after_check() if _is_unchecked(value) else value for name, value in given.items()}
-    if verdict.apart is None and not getattr(module, _ATTENDS):
-        return None  # the parts within it are checked in their turn
+    if packed.is_packed or tracing:  # else in a CUDA graph or an export: the model cannot be run on other values
+        given |= changed
+        tokens = _tokens(given)
+        rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
+        arguments = describe(given, rows, width, with_tensors=not tracing)
+        size = (1, TRACED_WIDTH) if tracing else (rows, width)
+        verdict = module._stof_check(arguments, *size)  # type: ignore[operator]
+        if verdict.apart is None and not getattr(module, _ATTENDS):
+            return None  # the parts within it are checked in their turn
+        if not verdict.apart:
+            raise _not_apart(module, packed, verdict)
+        changed |= {name: value.after_check() for name, value in given.items() if _is_unchecked(value)}
+    positional = tuple(changed.pop(name, value) for name, value in zip(names, args, strict=False))
+    return positional + args[len(names) :], kwargs | changed
+
+
+def _not_apart(module: nn.Module, packed: ModelMask, verdict: Verdict) -> UnsupportedError:
     advice = verdict.advice or (
         "Pass the padded batch instead: input_ids and attention_mask as they were before pack(), and no position_ids "
         "that begin anew within a row"
@@ -82,7 +132,7 @@ def before_forward(
         else "Compiled code cannot tell whether position_ids begin anew within a row, as those of packed sequences: "
         "leave position_ids out, or do not compile this model"
     )
-    raise UnsupportedError(f"{type(module).__name__} cannot run packed sequences: {verdict.reason}. {advice}", {})
+    return UnsupportedError(f"{type(module).__name__} cannot run packed sequences: {verdict.reason}. {advice}", {})
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:
@@ -99,6 +149,30 @@ def _tokens(given: dict[str, Any]) -> Tensor | None:
     return tokens if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
 
 
+def _is_graph(values: Tensor, tracing: bool) -> bool:
+    """Whether reading values would break a graph, in a call that is traced if `tracing`.
+
+    Not asked here: within an eager call Dynamo may trace this function alone.
+    """
+    return tracing or is_exporting() or (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _refuse_numbers(given: dict[str, Any], tracing: bool) -> None:
+    """Refuse padding masks with values above 1; compiled code raises an error when it runs."""
+    tokens = _tokens(given)
+    if tokens is not None and tokens.shape[1] == 1:
+        return  # a token of a generation, whose first call was looked at
+    for name in ("attention_mask", "encoder_attention_mask"):
+        mask = given.get(name)
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.dtype == torch.bool:
+            continue
+        if tracing and not is_exporting():
+            # A literal message, as Dynamo asks of the assertions that it moves into graphs.
+            assert (mask <= 1).all(), "attention_mask holds values above 1: stof reads it as padding, not as sequences"
+        elif not _is_graph(mask, tracing) and bool((mask > 1).any()):
+            raise UnsupportedError(_NUMBERED, {})
+
+
 def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) -> ModelMask | None:
     """The mask of sequences whose positions begin anew within a row; None where none do.
 
@@ -106,47 +180,66 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
     code and CUDA graphs a tensor keeps sequences apart, whatever the positions are.
 
     Raises:
-        UnsupportedError: such positions and a cache.
+        UnsupportedError: such positions and a cache, or a model without an `attention_mask`.
     """
     tokens, positions, valid = _tokens(given), given.get("position_ids"), given.get("attention_mask")
-    if tokens is None or not isinstance(positions, Tensor) or "attention_mask" not in getattr(module, _PARAMETERS):
+    if tokens is None or not isinstance(positions, Tensor):
         return None
     rows, width = tokens.shape[:2]
-    cache = cache_of(given)
-    # Whether reading values would break a graph. Dynamo may trace this function alone, within an eager call.
-    graph = tracing or is_exporting() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
-    if positions.ndim != 2 or positions.shape[1] != width or width == 1 or (graph and cache is not None):
+    cache, takes_mask, graph = cache_of(given), getattr(module, _TAKES_MASK), _is_graph(positions, tracing)
+    if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1:
         return None
-    if not graph and not bool((positions.diff(dim=1) <= 0).any()):
+    if graph and (cache is not None or not takes_mask):
+        return None
+    # Time, the first of several kinds of positions, never falls within a sequence, but in videos with sound.
+    time = positions[0] if positions.ndim == 3 else positions
+    if not graph and not bool((time.diff(dim=1) <= 0).any()):
         return None
     if valid is None:
         valid = torch.ones(rows, width, dtype=torch.bool, device=positions.device)
     elif not isinstance(valid, Tensor) or valid.ndim != 2 or valid.shape[1] < width:
         return None
     valid = valid[:, -width:].to(positions.device, torch.bool)
-    numbers = sequence_numbers(positions.expand(rows, -1), valid)
+    numbers = sequence_numbers(positions.expand(*positions.shape[:-2], rows, width), valid)
     shape = (rows, 1, width, width)
     if graph:
         keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & valid[:, None, None, :]
         return ModelMask(FULL, shape, keep=keep, includes_model_mask=False)
     if not bool((numbers > 0).any()):
         return None
-    if cache is not None:
+    if cache is not None or not takes_mask:
+        what = f"a cache ({' or '.join(_CACHE)}) is given" if takes_mask else "the model takes no attention_mask"
         raise UnsupportedError(
-            f"position_ids begin anew within a row (packed sequences), and a cache ({' or '.join(_CACHE)}) is given; "
-            "a packed batch runs once: leave the cache out, or pass the padded batch to go on from a cache",
+            f"position_ids begin anew within a row (packed sequences), and {what}; a packed batch runs once: leave the "
+            "cache out, or pass the padded batch",
             {},
         )
     return ModelMask(documents(torch.where(valid, numbers, -1)), shape, includes_model_mask=False)
 
 
 def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
-    """int64 `[B, S]`: how many sequences began before; one does at a position that is not above the one before it.
+    """How many sequences began before each token, int64 `[B, S]`.
 
-    Padding is passed over: positions may stand still there.
+    A token begins a sequence if its position is not above that of the token before it. Height and width fall within
+    the images and videos of a sequence, and time stands still: in a row that has them, a token begins a sequence if
+    none of its positions is above any position before it in the row.
+
+    Args:
+        positions: `[B, S]`; or `[3, B, S]`, time, height and width; or `[4, B, S]`, which the text's precede, and
+            these alone count.
+        valid: bool `[B, S]`, false at padding, which is passed over: positions may stand still there.
     """
-    place = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    positions = positions[None] if positions.ndim == 2 else positions
+    positions = positions[:1] if positions.shape[0] > 3 else positions
+    low, high = positions.amin(0), positions.amax(0)
+    place = torch.arange(low.shape[1], device=low.device).expand_as(low)
     last_valid = torch.where(valid, place, -1).cummax(1).values
     previous = nn.functional.pad(last_valid[:, :-1], (1, 0), value=-1)
-    begins = valid & (previous >= 0) & (positions <= positions.gather(1, previous.clamp(min=0)))
+    bound = low
+    if positions.shape[0] > 1:
+        # Frames of one token at one time stand still, so positions of text have to fall, or be the row's lowest.
+        is_text = ((low == high) | ~valid).all(1, keepdim=True)
+        lowest = torch.where(valid, low, high.amax()).cummin(1).values
+        bound = torch.where(is_text, torch.maximum(low - 1, lowest), lowest)
+    begins = valid & (previous >= 0) & (high <= bound.gather(1, previous.clamp(min=0)))
     return begins.cumsum(1)

@@ -241,6 +241,8 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
             for config, implementation in before:
                 config._attn_implementation = {"": implementation}  # those of inner configurations stay
             raise
+        for part in _parts(self):
+            _set_stale_configurations(part)
         watch_parts(self)
         return out
 
@@ -252,6 +254,14 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
     checked_build._stof_checks = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = checked_build
     PreTrainedModel.set_attn_implementation = checked_choice
+
+
+def _set_stale_configurations(part: PreTrainedModel) -> None:
+    """Give a part's layers its attention where they hold an older configuration (parts of `EncoderDecoderModel`)."""
+    for _, layer in _without_inner_models(part):
+        config = getattr(layer, "config", None)
+        if config is not part.config and type(config) is type(part.config):
+            config._attn_implementation = {"": part.config._attn_implementation}  # type: ignore[union-attr]
 
 
 def _watch_weights(model: nn.Module) -> None:
