@@ -316,28 +316,6 @@ def test_no_slot_has_less_than_the_average(partial: list[int], heads: int, side:
     assert 0 < filled <= 1 + 1e-9
 
 
-def test_partial_tiles_cost_less_where_there_are_no_full_ones() -> None:
-    """On the Hopper kernel without options, behind the tiles in which rows find their first keys."""
-    kernel = KernelChoice("hopper", LayoutConfig(128, 128), None, KernelConfig(4, 4))
-
-    def load(choice: KernelChoice, partial: int, full: int, kept: int, **call: bool) -> float:
-        counts = TileCounts(torch.full((1, 264), partial), torch.full((1, 264), full))
-        assert choice.layout is not None
-        survey = Survey({choice.layout: counts}, torch.full((1, 264 * 128), kept), 1, 1)
-        one = call_of(q_len=264 * 128, kv_len=8192, heads=1, **call)
-        return float(critical_load(choice, one, survey, MODEL, TIMES)[0][1])
-
-    assert load(kernel, 9, 0, 9 * 64) == pytest.approx(2 * (1 + 8 * 0.82))
-    assert load(kernel, 9, 1, 9 * 64) == pytest.approx(2 * 9)
-    assert load(kernel, 9, 0, 9 * 64, has_softcap=True) == pytest.approx(2 * 9)
-    exact = 4.158883 / 2  # log 64 over two keys of a tile
-    assert load(kernel, 9, 0, 9 * 2) == pytest.approx(2 * (exact + (9 - exact) * 0.82))
-    assert load(kernel, 9, 0, 0) == pytest.approx(2 * 9)
-    small = replace(kernel, layout=LayoutConfig(64, 64))
-    assert load(small, 9, 0, 9 * 64) == pytest.approx(load(small, 9, 1, 9 * 64))
-    assert load(replace(kernel, implementation="block_wise"), 9, 0, 9 * 64) == pytest.approx(2 * 9)
-
-
 def test_unknown_kernels_are_guessed() -> None:
     """By their arithmetic: float32 costs more than float16; implementations without a model have no estimate."""
     half, single = (

@@ -43,16 +43,6 @@ _ROW_KEY_WIDTH = 0.8
 # The row-wise kernel's longest row, where thread blocks are few: the latency of one step's loads, and each column of a
 # step (an H200; without a launch, one key a row takes 1 us, 17 keys 5, one query with 4096 keys and 32 heads 85).
 _ROW_STEP_US, _ROW_COLUMN_US = 0.95, 0.008
-# Bytes of tiles that thread blocks get from an H200's L2 cache in a microsecond, if that alone binds. Fitted: of 8.3 to
-# 10 million this gives the best picks among measurements, where tiles got 8 million at best.
-_L2 = 9.4e6
-# The same for the gathered tiles of Triton's kernel at head_dim 128: 4.6 to 5.0 million under random masks of 1 to 5 %,
-# at most 5.3 under strided ones.
-_GATHERED_L2 = 4.9e6
-# Factor on the constant of partial tiles, by head_dim, where the Hopper kernel rescales them lazily because there are
-# no full tiles (see `consumer`): random masks of 30 and 60 %, 128 columns, an H200. The constants
-# were measured without lazy rescaling.
-_LAZY_PARTIAL = {64: 0.82, 128: 0.9}
 # Factor on the time in which PyTorch copies a bias to another memory order, for its scattered reads: a guess.
 _SCATTERED = 4.0
 # The launch that compacts keys, which the Hopper kernel waits for (an H200, see `benchmarks/notes/attention.md`).
@@ -250,30 +240,27 @@ def critical_load(
     masks = tiles.shape[0]
     parts = parts_of(tiles, kernel.split_tiles).flatten().double()
     partial, full = counts.partial.flatten().double(), counts.full.flatten().double()
-    exact, later = _lazy_partial(choice, call, survey)
-    partial_of = partial / parts - (1 - later) * (partial / parts - exact).clamp(min=0)
-    kinds = (torch.ones_like(parts), partial_of, full / parts, (parts > 1).double(), torch.zeros_like(parts))
+    kinds = (torch.ones_like(parts), partial / parts, full / parts, (parts > 1).double(), torch.zeros_like(parts))
     loads = torch.stack(kinds, 1)
     groups = call.batch * (call.kv_heads if kernel.pack else call.heads)
     copies = parts * (groups / masks)
     slots = model.multiprocessors * gpu.occupancy(choice, call, model.shared_bytes)
-    # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
-    # group starts late, unless all thread blocks start at once.
-    rounds = math.ceil(groups / (kernel.side or groups))
-    late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     each = loads @ times.weights()
     average = (loads * copies[:, None]).sum(0) / slots
     # Thread blocks, rounded up to equally many on every multiprocessor: the one with most of them ends last.
     programs = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
     filled = min(1.0, programs / slots)
+    # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
+    # group starts late, unless all thread blocks start at once.
+    rounds = math.ceil(groups / (kernel.side or groups))
+    late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     if gpu.persistent and rounds > 1:
         load = _without_late_starts(loads, times.weights(), copies, average, late, rounds, slots)
     else:
         load = average * late + last_slot(loads, each, copies / rounds, slots)
     if not gpu.persistent:
         load = max((load, average), key=lambda one: float(one @ times.weights())).clone()
-        # In the last wave of thread blocks many slots are idle. For the persistent Hopper kernel this correction makes
-        # estimates worse.
+        # In the last wave of thread blocks many slots are idle.
         busy = float(average @ times.weights()) / float(load @ times.weights())
         filled = min(1.0, busy * programs / float(copies.sum()))
     most = float(parts.max())
@@ -287,29 +274,7 @@ def critical_load(
     in_pairs = gpu.persistent and layout.block_m > 64
     load[4] += math.ceil(math.log2(most)) if in_pairs else most * (most > 1)
     touched = min(1.0, float(tiles.sum()) * layout.block_n / call.kv_len / masks)
-    memory_us = _bytes(call, touched) / model.bytes_per_us
-    rate = _L2 if gpu.persistent else _GATHERED_L2 if layout.slab is not None else None
-    if rate is not None:
-        copied = float(tiles.sum()) * groups / masks
-        memory_us = overlapped(memory_us, _tile_bytes(call, layout.block_n, copied) / rate)
-    return load, filled, memory_us
-
-
-def _lazy_partial(choice: KernelChoice, call: CallSpec, survey: Survey) -> tuple[float, float]:
-    """`(exact, factor)`: partial tiles of a work item that cost the constant, and the factor on it of all others.
-
-    The former are those in which 64 rows find their first keys, if keys lie at random.
-    """
-    assert choice.kernel is not None
-    assert choice.layout is not None
-    counts = survey.counts[choice.layout]
-    small = choice.layout.block_n == 64 and (choice.layout.block_m == 64 or choice.kernel.paired)
-    scored = call.has_bias or call.has_softcap
-    if call.dtype == FP8 or not gpu_of(choice).persistent or small or scored or bool(counts.full.any()):
-        return 1.0, 1.0
-    keys = float(survey.kept.double().mean()) / max(1.0, float(counts.partial.double().mean()))
-    exact = max(1.0, math.log(64) / max(keys, 0.01))
-    return exact, _LAZY_PARTIAL.get(head_dim_class(call.head_dim, call.value_dim), 1.0)
+    return load, filled, _bytes(call, touched) / model.bytes_per_us
 
 
 def _without_late_starts(
@@ -338,11 +303,6 @@ def _per_job(counts: TileCounts, paired: bool) -> TileCounts:
         return torch.div(tiles + 1, 2, rounding_mode="floor")
 
     return TileCounts(shared(counts.partial), shared(counts.full), counts.compacted_keys)
-
-
-def _tile_bytes(call: CallSpec, block_n: int, tiles: float) -> float:
-    """Bytes of K and V of so many tiles."""
-    return (call.head_dim + call.value_dim) * call.dtype.itemsize * block_n * tiles
 
 
 def _bytes(call: CallSpec, touched: float) -> float:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _BASE = 64
 # Rows of its tables.
 _TABLES = 7
-# Table words and indices that the thread block of a pattern handles at once, vertical columns and left-over ones that the
-# thread block of a row block does, and thread blocks that make the shared tiles of a pattern.
+# Table words and indices that the thread block of a pattern handles at once, vertical columns and left-over ones that
+# the thread block of a row block does, and thread blocks that make the shared tiles of a pattern.
 _WORDS, _COPY, _EDGES, _SIDE = 2048, 256, 128, 128
 # Rows of a row block, and columns of a tile, of the Hopper kernel.
 BLOCK = 64
