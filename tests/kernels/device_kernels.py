@@ -66,7 +66,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for read, kind in kinds:
         group = build._READ if kind != source.PROGRAM else build._TOGETHER
         reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
-        for block_m, block_n in ((128, 128), (64, 256)) if kind == source.PROGRAM else ((128, 128),):
+        for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if kind == source.PROGRAM else ((128, 128),):
             constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
             yield kernels.write_layout, [read, *[ints] * 7, *[i] * 14, *constants], writing

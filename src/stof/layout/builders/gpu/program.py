@@ -114,6 +114,7 @@ def run_of_bits(first, last):
 def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
     """Where an instruction's test holds: it keeps runs of a row's keys, seldom more than two of them in a word."""
     none = i * 0 + j * 0
+    away = i - j  # in each branch, Triton 3.6 fails to compile rows of one query ("does not dominate this use")
     word = none
     if op >= _QUERY_LISTED:
         word = _word_of_table(numbers_ptr, code_ptr, op, size, i, j)
@@ -123,7 +124,7 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
         most = tl.minimum(high, size - 1) + none
         if op == _DISTANCE_REMAINDER:
             # The remainder falls from key to key; `size - 1 - remainder` rises, so one test serves both directions.
-            remainder = size - 1 - (i - j + tl.load(code_ptr + 8)) % size
+            remainder = size - 1 - (away + tl.load(code_ptr + 8)) % size
             least, most = size - 1 - most, size - 1 - least
         elif op == _GRID_COLUMN:
             # The key's column lies between the query's less `high` and less `low`; in an order that cannot overflow.
@@ -134,7 +135,6 @@ def _word(numbers_ptr, code_ptr, op, low, high, size, i, j):
             word |= run_of_bits(turn * size - remainder + least, turn * size - remainder + most)
     else:
         # Differences are taken in an order that cannot overflow.
-        away = i - j
         first = away - tl.minimum(high, away)
         last = away - tl.maximum(low, away - 31)
         if op == _QUERY:
