@@ -51,8 +51,8 @@ from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layo
 # The first ends the name of cases whose work the device makes; the third is in that of those whose tiles come from two
 # places.
 AT_RUN_TIME, ONE_EACH, COMPACTED_TOO, FEW_KEYS = KINDS
-# The bias's rows begin at multiples of 8 values, not of 16; or at none at all.
-LONGER_ROWS, ODD_ROWS = "in longer rows", "in odd rows"
+# The bias's rows begin at multiples of 8 values, not of 16; or at none at all; or at neighbouring odd values.
+LONGER_ROWS, ODD_ROWS, UNEVEN_ROWS = "in longer rows", "in odd rows", "in uneven rows"
 FAMILIES = ("hopper", "others")
 # Lengths at which every tile size has partial and full tiles, and row blocks long enough to be split.
 Q_LEN, KV_LEN = 768, 1600
@@ -125,9 +125,11 @@ def cases() -> Iterator[Case]:
         call = call_of(half, head_dim, has_bias=True, bias_itemsize=itemsize)
         yield from _kinds("bias", call, ("contiguous",), (80, 90))
     call = call_of(half, 64, has_bias=True)
-    case = _case("bias", call, "contiguous", gpu_choices(call, Open(), "block_wise"), (80,))
+    case = _case("bias", call, "contiguous", gpu_choices(call, Open(), "block_wise"), (80, 90))
     for rows in (LONGER_ROWS, ODD_ROWS):
         yield replace(case, name=f"{case.name} {rows}")
+    # Fewer key heads, and so no stride or ratio of 1 but that of the bias's columns.
+    yield replace(case, name=f"{case.name} {UNEVEN_ROWS}", call=replace(call, heads=6, kv_heads=2))
     packed = call_of(half, 128, q_len=1, heads=32, kv_heads=8)
     yield from _tile_sizes("decode", packed, "decode", ARCHS)
     yield from _kinds("decode", replace(packed, q_len=16), ("gathered split",), (90,), "decode")
@@ -331,7 +333,7 @@ def recorded(case: Case) -> Recorded:
     k = torch.empty(batch, call.kv_heads, call.kv_len, call.head_dim, dtype=call.dtype)
     v = torch.empty(batch, call.kv_heads, call.kv_len, call.value_dim, dtype=call.dtype)
     narrow = torch.bfloat16 if call.dtype == FP8 else call.dtype
-    spare = 8 if LONGER_ROWS in case.name or ODD_ROWS in case.name else 0
+    spare = 3 if UNEVEN_ROWS in case.name else 8 if LONGER_ROWS in case.name or ODD_ROWS in case.name else 0
     bias_dtype = torch.float32 if call.bias_itemsize == 4 else call.dtype
     bias = torch.empty(1, call.heads, call.q_len, call.kv_len + spare, dtype=bias_dtype)
     bias = bias[..., ODD_ROWS in case.name :][..., : call.kv_len]

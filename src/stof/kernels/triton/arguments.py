@@ -15,7 +15,7 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.dropout import scale_of, threshold_of
 from stof.kernels.implementation import Options
 from stof.kernels.triton.backward_tiles import BackwardTiles
-from stof.kernels.triton.operands import BiasStrides, Strides, needs_int64_offsets, row_strides
+from stof.kernels.triton.operands import BiasStrides, needs_int64_offsets, row_strides
 from stof.kernels.triton.work_list import Work
 from stof.runtime.launch import Launch
 from stof.runtime.pdl import supports_pdl
@@ -136,9 +136,11 @@ class Problem(NamedTuple):
     """What every block-wise kernel reads of a call. A number that only some read would specialise the others.
 
     Attributes:
-        q, k, v: strides; those of k and v count `BlockWiseConfig.unit` elements, that of q in the backward.
-        out: strides of the output in elements; in the backward, those of its gradient in units.
-        bias: strides.
+        q_b, q_h, q_s: strides of batch entries, heads and rows of q; those of k and v count `BlockWiseConfig.unit`
+            elements, and so do those of q in the backward. Not a tuple within the tuple: in loops, Triton 3.6 loses
+            those of its numbers that are 1.
+        out_b, out_h, out_s: of the output in elements; in the backward, of its gradient in units.
+        bias_b, bias_h, bias_q, bias_k: of the bias.
         mask_b, mask_h: strides of `pattern_of`.
         heads: query heads.
         heads_per_group: query heads per key head.
@@ -149,11 +151,22 @@ class Problem(NamedTuple):
         threshold, dropout_scale: of dropout, see `stof.kernels.dropout`.
     """
 
-    q: Strides
-    k: Strides
-    v: Strides
-    out: Strides
-    bias: BiasStrides
+    q_b: int
+    q_h: int
+    q_s: int
+    k_b: int
+    k_h: int
+    k_s: int
+    v_b: int
+    v_h: int
+    v_s: int
+    out_b: int
+    out_h: int
+    out_s: int
+    bias_b: int
+    bias_h: int
+    bias_q: int
+    bias_k: int
     mask_b: int
     mask_h: int
     heads: int
@@ -180,11 +193,11 @@ class Problem(NamedTuple):
     ) -> Problem:
         batch, heads = pattern_of.shape
         return cls(
-            q=row_strides(q, q_unit),
-            k=row_strides(k, config.unit),
-            v=row_strides(v, config.unit),
-            out=row_strides(out, q_unit),
-            bias=BiasStrides.of(options.bias),
+            *row_strides(q, q_unit),
+            *row_strides(k, config.unit),
+            *row_strides(v, config.unit),
+            *row_strides(out, q_unit),
+            *BiasStrides.of(options.bias),
             mask_b=0 if batch == 1 else heads,
             mask_h=0 if heads == 1 else 1,
             heads=q.shape[1],

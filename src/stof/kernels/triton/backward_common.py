@@ -51,14 +51,14 @@ def head_of(inputs, b, head, kv_head, problem, CONFIG: tl.constexpr):
     b64, head64, kv_head64 = b.to(tl.int64), head.to(tl.int64), kv_head.to(tl.int64)
     stats = inputs.stats + (b64 * problem.heads + head) * problem.q_len
     return Head(
-        q=inputs.q + (b64 * problem.q.b + head64 * problem.q.h) * CONFIG.unit,
-        k=inputs.k + (b64 * problem.k.b + kv_head64 * problem.k.h) * CONFIG.unit,
-        v=inputs.v + (b64 * problem.v.b + kv_head64 * problem.v.h) * CONFIG.unit,
-        d_out=inputs.d_out + (b64 * problem.out.b + head64 * problem.out.h) * CONFIG.unit,
+        q=inputs.q + (b64 * problem.q_b + head64 * problem.q_h) * CONFIG.unit,
+        k=inputs.k + (b64 * problem.k_b + kv_head64 * problem.k_h) * CONFIG.unit,
+        v=inputs.v + (b64 * problem.v_b + kv_head64 * problem.v_h) * CONFIG.unit,
+        d_out=inputs.d_out + (b64 * problem.out_b + head64 * problem.out_h) * CONFIG.unit,
         lse=stats,
         delta=stats + inputs.stat_size,
         share=stats + 2 * inputs.stat_size,
-        bias=inputs.bias + b64 * problem.bias.b + head64 * problem.bias.h,
+        bias=inputs.bias + b64 * problem.bias_b + head64 * problem.bias_h,
         seed=inputs.seed,
         number=b * problem.heads + head,
     )
@@ -172,8 +172,8 @@ def load_block(base, row, stride, ok, width, WIDTH: tl.constexpr, CONFIG: tl.con
 @no_type_check
 def key_rows(head, row, row_ok, problem, CONFIG: tl.constexpr):
     """K and V of a row block of keys."""
-    k = load_block(head.k, row, problem.k.s, row_ok, problem.head_dim, CONFIG.block_d, CONFIG)
-    v = load_block(head.v, row, problem.v.s, row_ok, problem.value_dim, CONFIG.block_v, CONFIG)
+    k = load_block(head.k, row, problem.k_s, row_ok, problem.head_dim, CONFIG.block_d, CONFIG)
+    v = load_block(head.v, row, problem.v_s, row_ok, problem.value_dim, CONFIG.block_v, CONFIG)
     return KeyRows(k=k, v=v, row=row, row_ok=row_ok)
 
 
@@ -181,8 +181,8 @@ def key_rows(head, row, row_ok, problem, CONFIG: tl.constexpr):
 @no_type_check
 def load_queries(head, columns, problem, CONFIG: tl.constexpr):
     """Of the queries of a tile: q and d_out, and lse, delta and share of `row_stats_kernel`."""
-    q = load_rows(head.q, columns, problem.q.s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
-    d_out = load_rows(head.d_out, columns, problem.out.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
+    q = load_rows(head.q, columns, problem.q_s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
+    d_out = load_rows(head.d_out, columns, problem.out_s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
     lse = tl.load(head.lse + columns)
     delta = tl.load(head.delta + columns)
     share = delta
@@ -195,7 +195,7 @@ def load_queries(head, columns, problem, CONFIG: tl.constexpr):
 @no_type_check
 def load_bias(head, query, key, ok, problem):
     """Of a tile, whose rows are queries or keys."""
-    at = query.to(tl.int64) * problem.bias.q + key.to(tl.int64) * problem.bias.k
+    at = query.to(tl.int64) * problem.bias_q + key.to(tl.int64) * problem.bias_k
     return tl.load(head.bias + at, mask=ok, other=0.0).to(tl.float32)
 
 

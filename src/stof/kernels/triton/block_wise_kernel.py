@@ -62,9 +62,9 @@ def _step(
     d = tl.arange(0, CONFIG.block_d)
     dv = tl.arange(0, CONFIG.block_v)
     at = columns.to(tl.int64) if CONFIG.int64_offsets else columns
-    k_at = at[:, None] * problem.k.s * CONFIG.unit
+    k_at = at[:, None] * problem.k_s * CONFIG.unit
     # One multiplication serves both where K and V lie alike, as they nearly always do.
-    v_at = k_at if CONFIG.same_stride else at[:, None] * problem.v.s * CONFIG.unit
+    v_at = k_at if CONFIG.same_stride else at[:, None] * problem.v_s * CONFIG.unit
     if CONFIG.pad_d:
         k = tl.load(rows.k_ptr + k_at + d[None, :], mask=(d < problem.head_dim * CONFIG.unit)[None, :], other=0.0)
     else:
@@ -80,7 +80,7 @@ def _step(
                 vector_columns = columns // VECTOR * VECTOR + tl.arange(0, CONFIG.block_n) % VECTOR
                 bias_at = tl.max_contiguous(tl.multiple_of(vector_columns, VECTOR), VECTOR)
             else:
-                bias_at = at * problem.bias.k
+                bias_at = at * problem.bias_k
             bias = tl.load(rows.bias_ptr[:, None] + bias_at[None, :], mask=rows.row_ok[:, None], other=0.0)
             s += bias.to(tl.float32)
         s *= LOG2E
@@ -133,7 +133,7 @@ def _store(
     if CONFIG.has_dropout:
         factor *= problem.dropout_scale
     dv = tl.arange(0, CONFIG.block_v)
-    row_at = rows.head.to(tl.int64) * problem.out.h + rows.row * problem.out.s
+    row_at = rows.head.to(tl.int64) * problem.out_h + rows.row * problem.out_s
     out_ok = rows.row_ok[:, None]
     if CONFIG.pad_v:
         out_ok = rows.row_ok[:, None] & (dv < problem.value_dim * CONFIG.unit)[None, :]
@@ -250,20 +250,20 @@ def block_wise_kernel(
     d = tl.arange(0, CONFIG.block_d)
     dv = tl.arange(0, BLOCK_V)
     b64, kv_head64 = b.to(tl.int64), kv_head.to(tl.int64)
-    out_base = out_ptr + b64 * problem.out.b
-    q_ptrs = q_ptr + b64 * problem.q.b + (head.to(tl.int64) * problem.q.h + row * problem.q.s)[:, None] + d[None, :]
+    out_base = out_ptr + b64 * problem.out_b
+    q_ptrs = q_ptr + b64 * problem.q_b + (head.to(tl.int64) * problem.q_h + row * problem.q_s)[:, None] + d[None, :]
     q_ok = row_ok[:, None]
     if CONFIG.pad_d:
         # A product with a constant: the compiler knows then that rows end at multiples of it.
         q_ok = row_ok[:, None] & (d < problem.head_dim * CONFIG.unit)[None, :]
     q = tl.load(q_ptrs, mask=q_ok, other=0.0)
-    bias_row = b64 * problem.bias.b + head.to(tl.int64) * problem.bias.h + row.to(tl.int64) * problem.bias.q
+    bias_row = b64 * problem.bias_b + head.to(tl.int64) * problem.bias_h + row.to(tl.int64) * problem.bias_q
     if CONFIG.full_bias_vectors:
         # Strides that are multiples of 8 but not of 16 do not tell by themselves.
         bias_row = tl.multiple_of(bias_row, VECTOR)
     rows = Rows(
-        k_ptr=k_ptr + (b64 * problem.k.b + kv_head64 * problem.k.h) * CONFIG.unit,
-        v_ptr=v_ptr + (b64 * problem.v.b + kv_head64 * problem.v.h) * CONFIG.unit,
+        k_ptr=k_ptr + (b64 * problem.k_b + kv_head64 * problem.k_h) * CONFIG.unit,
+        v_ptr=v_ptr + (b64 * problem.v_b + kv_head64 * problem.v_h) * CONFIG.unit,
         bias_ptr=bias_ptr + bias_row, row=row, row_ok=row_ok, head=head, head_number=b * problem.heads + head,
         seed=load_seed(seed_ptr, CONFIG.has_dropout),
     )  # fmt: skip

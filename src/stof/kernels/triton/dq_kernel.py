@@ -44,8 +44,8 @@ QueryRows = namedtuple("QueryRows", "q d_out lse delta share row row_ok")
 @no_type_check
 def _dq_step(dq, columns, words, rows, head, problem, PARTIAL: tl.constexpr, CONFIG: tl.constexpr):
     """Add one tile of keys to dq, float32 `[BLOCK_M, BLOCK_D]`; see `add_tiles`."""
-    k = load_rows(head.k, columns, problem.k.s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
-    v = load_rows(head.v, columns, problem.v.s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
+    k = load_rows(head.k, columns, problem.k_s, problem.head_dim, CONFIG.block_d, CONFIG.pad_d, CONFIG)
+    v = load_rows(head.v, columns, problem.v_s, problem.value_dim, CONFIG.block_v, CONFIG.pad_v, CONFIG)
     keep = kept_scores(words, CONFIG.block_m, CONFIG.block_n) if PARTIAL else True
     bias = 0.0
     if CONFIG.has_bias:
@@ -112,8 +112,8 @@ def dq_kernel(
         share = tl.load(head.share + row, mask=row_ok, other=0.0)
     # Rows that keep nothing may hold NaN.
     some = row_ok & (lse != float("inf"))
-    q = load_block(head.q, row, problem.q.s, some, problem.head_dim, CONFIG.block_d, CONFIG)
-    d_out = load_block(head.d_out, row, problem.out.s, some, problem.value_dim, CONFIG.block_v, CONFIG)
+    q = load_block(head.q, row, problem.q_s, some, problem.head_dim, CONFIG.block_d, CONFIG)
+    d_out = load_block(head.d_out, row, problem.out_s, some, problem.value_dim, CONFIG.block_v, CONFIG)
     rows = QueryRows(q=q, d_out=d_out, lse=lse, delta=delta, share=share, row=row, row_ok=row_ok)
     dq = tl.full([CONFIG.block_m, CONFIG.block_d], 0.0, tl.float32)
     if CONFIG.has_nan:
