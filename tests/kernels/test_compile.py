@@ -168,7 +168,7 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     programs = kernel["resident"]
     if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
-    if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith("in odd rows"):
+    if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith(("in odd rows", "in uneven rows")):
         found.append(f"reads less than 16 bytes at once in {kernel['narrow']} places")
     if kernel["kept"] > KEPT:
         found.append(f"moves {kernel['kept']} predicates to registers: are a tile's bits kept for a branch?")
