@@ -19,7 +19,7 @@ else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     reinterpret = gl.shared_memory_descriptor._reinterpret
 
-# From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. It then copies their operands
+# From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end: it copies their operands
 # from registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
 PINNED_PRODUCTS = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
 
