@@ -63,6 +63,10 @@ NEWER_SPILLS = {
     "hopper pairs": 32,
     "hopper bias": 128,
     "hopper fp8": 64,
+    "backward fp32": 832,
+    "backward sums": 32,
+    "fill": 32,
+    "layout": 64,
 }
 # Shared memory a program may have.
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
