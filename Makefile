@@ -44,7 +44,8 @@ test-oldest: $(VENV)-oldest/.made
 
 test-newest: $(VENV)-newest/.made
 	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
-	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto -m slow tests/kernels/test_compile.py -k installed
+	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n auto -m slow -k installed \
+	  tests/kernels/test_compile.py tests/fusion/test_compile_templates.py
 
 $(VENV)-%/.made: pyproject.toml tests/%/constraints.txt
 	$(PYTHON) -m venv $(VENV)-$*

@@ -63,6 +63,10 @@ NEWER_SPILLS = {
     "hopper pairs": 32,
     "hopper bias": 128,
     "hopper fp8": 64,
+    "backward fp32": 832,
+    "backward sums": 32,
+    "fill": 32,
+    "layout": 64,
 }
 # Shared memory a program may have.
 LIMITS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -168,7 +172,9 @@ def faults(kernel: dict[str, Any]) -> list[str]:
     programs = kernel["resident"]
     if programs > 1 and programs * (kernel["shared"] + RESERVED) > limit + RESERVED:
         found.append(f"takes {kernel['shared']} bytes of shared memory, too much for {programs} at once")
-    if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith(("in odd rows", "in uneven rows")):
+    if kernel["group"] == "bias" and bool(kernel["narrow"]) != kernel["name"].endswith(
+        ("in odd rows", "in uneven rows")
+    ):
         found.append(f"reads less than 16 bytes at once in {kernel['narrow']} places")
     if kernel["kept"] > KEPT:
         found.append(f"moves {kernel['kept']} predicates to registers: are a tile's bits kept for a branch?")
