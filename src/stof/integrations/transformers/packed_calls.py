@@ -38,12 +38,14 @@ class _Called(NamedTuple):
         takes_mask: whether it takes an `attention_mask`.
         attends: whether it has attention layers that do not belong to another part within it.
         hands_mask_on: see `forward_inspection`.
+        is_inner: whether it is a part of another model.
     """
 
     parameters: tuple[str, ...]
     takes_mask: bool
     attends: bool
     hands_mask_on: bool
+    is_inner: bool
 
 
 @torch.compiler.assume_constant_result
@@ -64,9 +66,11 @@ def watch(model: nn.Module) -> None:
         if not isinstance(part, PreTrainedModel) or part.config._attn_implementation != NAME:
             continue
         part.__dict__.pop(PASSED, None)
-        if not hasattr(part, _CALLED):
+        before: _Called | None = getattr(part, _CALLED, None)
+        if before is None:
             part.register_forward_pre_hook(before_forward, with_kwargs=True)
-        setattr(part, _CALLED, _Called(*_parameters(part), _attends(part), hands_mask_on(type(part))))
+        is_inner = part is not model or (before is not None and before.is_inner)
+        setattr(part, _CALLED, _Called(*_parameters(part), _attends(part), hands_mask_on(type(part)), is_inner))
 
 
 def _parameters(part: PreTrainedModel) -> tuple[tuple[str, ...], bool]:
@@ -114,7 +118,9 @@ def before_forward(
                 f"was called with {len(args)} of them by position; give all but the first by name",
                 {},
             )
-        _refuse_numbers(given, tracing)
+        # Dynamo traces the hooks of the compiled module itself apart: an assertion there would be a graph of its own.
+        if called.is_inner or not tracing:
+            _refuse_numbers(given, tracing)
         if packed is None:
             packed = _mask_of_positions(called.takes_mask, given, tracing)
             mask = packed or (_mask_of_whole_rows(given) if called.hands_mask_on else None)
