@@ -239,8 +239,7 @@ def test_arguments_that_nobody_names_are_refused(monkeypatch: pytest.MonkeyPatch
         model.model(*call.values())
 
 
-@pytest.mark.parametrize("build", [models.bert, models.llama])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("build", "compiled"), [(models.bert, False), (models.llama, False), (models.llama, True)])
 def test_masks_that_number_sequences_are_refused(build: Callable[[], Any], compiled: bool) -> None:
     """LLaMA-Factory packs so; read as padding, the numbers would let sequences see one another."""
     torch.compiler.reset()

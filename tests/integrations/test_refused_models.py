@@ -142,51 +142,36 @@ _DSA = {
 }  # fmt: skip
 _VISION = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
 _T5GEMMA2 = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-# Models whose attention calls the interface, or a part of them, and is refused for what it does to its mask.
-UNSERVED: dict[str, tuple[str, Callable[[], Any]]] = {
-    "GIT": ("GitSelfAttention", lambda: transformers.GitConfig(
-        **SIZES, vision_config={"image_size": 28, "patch_size": 14, **_VISION}
-    )),
-    "T5Gemma 2": ("T5Gemma2Decoder", lambda: transformers.T5Gemma2Config(
+# Models whose attention calls the interface, or a part of them, and whose code computes with masks.
+COMPUTING: dict[str, Callable[[], Any]] = {
+    "GIT": lambda: transformers.GitConfig(**SIZES, vision_config={"image_size": 28, "patch_size": 14, **_VISION}),
+    "T5Gemma 2": lambda: transformers.T5Gemma2Config(
         encoder={"text_config": _T5GEMMA2, "vision_config": {"image_size": 28, "patch_size": 14, **_VISION}},
         decoder=_T5GEMMA2,
-    )),
-    "Doge": ("DogeAttention", lambda: transformers.DogeConfig(**SIZES, num_key_value_heads=2)),
-    "HY-V4": ("HYV4Attention", lambda: transformers.HYV4Config(**SIZES, **_DSA, pad_token_id=0)),
-    "DeepSeek-V3.2": ("DeepseekV32Attention", lambda: transformers.DeepseekV32Config(**SIZES, **_DSA)),
-    "DeepSeek-V4": ("DeepseekV4Attention", lambda: transformers.DeepseekV4Config(**SIZES, n_routed_experts=2)),
-}  # fmt: skip
+    ),
+    "Doge": lambda: transformers.DogeConfig(**SIZES, num_key_value_heads=2),
+    "DeepSeek-V3.2": lambda: transformers.DeepseekV32Config(**SIZES, **_DSA),
+}
 
 
-@pytest.mark.parametrize("name", UNSERVED)
-def test_models_that_compute_with_their_masks(name: str) -> None:
-    layers, config = UNSERVED[name]
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(config())
-        if name != "GIT":  # transformers itself has a table of its layers, which raises a KeyError
-            with pytest.raises(UnsupportedError, match=rf"(?s)cannot serve.*{layers}"):
-                transformers.AutoModel.from_config(config(), attn_implementation="stof")
-    before = [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
-    for refused in (hf.enable, lambda m: m.set_attn_implementation("stof")):
-        with pytest.raises(UnsupportedError, match=layers):
-            refused(model)
-    assert [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")] == before
+@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("masked", [False, True])
+def test_models_that_compute_with_their_masks(name: str, masked: bool) -> None:
+    """Their first call is refused; nothing is computed without the mask."""
+    model = hf.enable(transformers.AutoModel.from_config(COMPUTING[name]()).eval())
+    ids = torch.randint(3, 60, (2, 8))
+    call = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    call |= {"attention_mask": torch.ones_like(ids)} if masked else {}
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"(?s)not a tensor.*computes with its masks.*\"sdpa\""):
+        model(**call)
 
 
 def test_a_refused_dictionary_of_implementations_leaves_the_model_as_it_was() -> None:
-    model = transformers.GitForCausalLM(UNSERVED["GIT"][1]())
+    model = transformers.AutoModel.from_config(OWN["BigBirdPegasusEncoder"]())
     before = [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
-    with pytest.raises(UnsupportedError, match="GitModel"):
+    with pytest.raises(UnsupportedError, match="BigBirdPegasusEncoder"):
         model.set_attn_implementation({"": "stof"})
     assert [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")] == before
-
-
-def test_a_mask_without_what_a_tensor_has_is_an_error_of_stof() -> None:
-    """Doge asks its mask for its dtype; here no check came before."""
-    model = transformers.DogeModel(UNSERVED["Doge"][1]()).eval()
-    model.config._attn_implementation = "stof"
-    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"stof mask, not a tensor.*\.dtype"):
-        model(torch.randint(3, 60, (1, 8)))
 
 
 @pytest.mark.parametrize(

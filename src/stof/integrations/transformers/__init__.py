@@ -11,9 +11,8 @@ shared by all layers. Models train with it, with attention dropout; returned att
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stof.errors import MissingDependencyError, UnsupportedError
 
@@ -25,12 +24,10 @@ except ImportError as error:
         "install it with pip install --upgrade transformers"
     ) from error
 
-from stof.handles import FULL
 from stof.integrations.transformers.attention import attention_forward
-from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.mask_interface import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.integrations.transformers.packed_calls import cache_of, watch
+from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.parallel import Parallelised, parallelise
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
@@ -90,8 +87,6 @@ def enable(model: nn.Module) -> nn.Module:
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
-        if not hasattr(part, "_stof_unpadded_hook") and hands_mask_on(type(part)):
-            part._stof_unpadded_hook = part.register_forward_pre_hook(_mark_unpadded_call, with_kwargs=True)
     return model
 
 
@@ -122,26 +117,6 @@ def disable(model: nn.Module) -> nn.Module:
         elif part.config._attn_implementation != implementation:
             part.set_attn_implementation(implementation)
     return model
-
-
-def _mark_unpadded_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Say that sequences are whole, where a call gives neither positions nor padding.
-
-    transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
-    would evaluate a mask of every score, all true.
-    """
-    given = (kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs))
-    tokens = args[0] if args else kwargs.get("input_ids")
-    runs_stof = module.config._attn_implementation == NAME  # type: ignore[union-attr]
-    if not runs_stof or len(args) > 1 or any(one is not None for one in given) or not isinstance(tokens, Tensor):
-        return None
-    batch, length = tokens.shape
-    whole = ModelMask(
-        FULL, (batch, 1, length, length), includes_model_mask=False
-    )  # the model's own mask is added to it
-    return args, kwargs | {"attention_mask": whole}
 
 
 def register() -> None:

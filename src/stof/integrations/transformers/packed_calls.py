@@ -1,10 +1,10 @@
-"""Before a part of a model runs: packed sequences are found, and the part is checked to keep them apart."""
+"""A hook on the parts of a model: packed sequences are found in its arguments, and checked to be kept apart."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +12,40 @@ from transformers import PreTrainedModel
 
 from stof.errors import UnsupportedError
 from stof.handles import FULL
+from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_code import calls_interface
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, Argument, Verdict, check, describe
+from stof.integrations.transformers.served import refuse_attention_weights
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import documents
 from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
-_PARAMETERS, _TAKES_MASK, _ATTENDS = "_stof_parameters", "_stof_takes_mask", "_stof_attends"
+_CALLED = "_stof_called"
 _NUMBERED = (
     "attention_mask [B, tokens] holds values above 1, as where it numbers packed sequences, and stof reads it as "
     "padding: 1 at tokens, 0 at padding. Give position_ids that begin anew at every sequence, and mask.clamp(max=1)"
 )
+
+
+class _Called(NamedTuple):
+    """What is known of a part's calls.
+
+    Attributes:
+        parameters: names of the arguments given by position.
+        takes_mask: whether it takes an `attention_mask`.
+        attends: whether it has attention layers that do not belong to another part within it.
+        hands_mask_on: see `forward_inspection`.
+        is_inner: whether it is a part of another model.
+    """
+
+    parameters: tuple[str, ...]
+    takes_mask: bool
+    attends: bool
+    hands_mask_on: bool
+    is_inner: bool
 
 
 @torch.compiler.assume_constant_result
@@ -41,35 +61,30 @@ PreTrainedModel._stof_check = _stof_check
 
 
 def watch(model: nn.Module) -> None:
-    """Have the parts of a model looked at before they run; parts that were checked will be checked again."""
+    """Look at the calls of the parts of a model that run stof's attention; packing is checked anew in each."""
     for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
+        if not isinstance(part, PreTrainedModel) or part.config._attn_implementation != NAME:
             continue
         part.__dict__.pop(PASSED, None)
-        if not hasattr(part, _PARAMETERS):
+        before: _Called | None = getattr(part, _CALLED, None)
+        if before is None:
             part.register_forward_pre_hook(before_forward, with_kwargs=True)
-        names, takes_mask = _parameters(part)
-        setattr(part, _PARAMETERS, names)
-        setattr(part, _TAKES_MASK, takes_mask)
-        setattr(part, _ATTENDS, _attends(part))
+        is_inner = part is not model or (before is not None and before.is_inner)
+        setattr(part, _CALLED, _Called(*_parameters(part), _attends(part), hands_mask_on(type(part)), is_inner))
 
 
 def _parameters(part: PreTrainedModel) -> tuple[tuple[str, ...], bool]:
-    """Names of the arguments that a part takes by position, and whether it takes an `attention_mask`.
+    """`parameters` and `takes_mask` of `_Called`.
 
     Wrappers that take `*args` say nothing of either, whether they replace `forward` on the instance or in its class.
     """
     inherited = [vars(kind)["forward"].__get__(part) for kind in type(part).__mro__ if "forward" in vars(kind)]
-    known: list[list[inspect.Parameter]] = []
-    for forward in (part.forward, *inherited):
-        parameters = list(inspect.signature(forward).parameters.values())
-        if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
-            known.append(parameters)
+    signatures = [inspect.signature(forward).parameters.values() for forward in (part.forward, *inherited)]
+    known = [words for words in signatures if all(word.kind is not word.VAR_POSITIONAL for word in words)]
     if not known:
         return (part.main_input_name,), True
-    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    names = tuple(parameter.name for parameter in known[0] if parameter.kind not in by_keyword)
-    return names, any(parameter.name == "attention_mask" for parameters in known for parameter in parameters)
+    positional = tuple(word.name for word in known[0] if word.kind not in (word.KEYWORD_ONLY, word.VAR_KEYWORD))
+    return positional, any(word.name == "attention_mask" for words in known for word in words)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -84,44 +99,49 @@ def before_forward(
     """Give a part of a model the mask of its packed sequences, checked.
 
     Raises:
-        UnsupportedError: packed sequences, and the part does not keep them apart, or there are earlier tokens; or an
-            `attention_mask` that numbers sequences.
+        UnsupportedError: packed sequences, and the part does not keep them apart, or there are earlier tokens; an
+            `attention_mask` that numbers sequences; attention weights are asked for.
     """
-    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+    config: Any = module.config
+    if config._attn_implementation != NAME:
         return None
-    tracing = torch.compiler.is_dynamo_compiling()
-    names = getattr(module, _PARAMETERS)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    tracing, called = torch.compiler.is_dynamo_compiling(), getattr(module, _CALLED)
+    given = dict(zip(called.parameters, args, strict=False)) | kwargs
+    # Models take this away from what they hand to their layers.
+    refuse_attention_weights(given.get("output_attentions", getattr(config, "output_attentions", False)))
     packed = next((value for value in given.values() if _is_unchecked(value)), None)
     changed: dict[str, Any] = {}
-    if getattr(module, _ATTENDS):
-        if len(args) > len(names):
+    if called.attends:
+        if len(args) > len(called.parameters):
             raise UnsupportedError(
                 f"{type(module).__name__}.forward was replaced by a function that does not name its arguments, and "
                 f"was called with {len(args)} of them by position; give all but the first by name",
                 {},
             )
-        _refuse_numbers(given, tracing)
+        # Dynamo traces the hooks of the compiled module itself apart: an assertion there would be a graph of its own.
+        if called.is_inner or not tracing:
+            _refuse_numbers(given, tracing)
         if packed is None:
-            packed = _mask_of_positions(module, given, tracing)
-            if packed is not None:
-                changed["attention_mask"] = packed
-    if packed is None:
-        return None
-    if packed.is_packed or tracing:  # else in a CUDA graph or an export: the model cannot be run on other values
+            packed = _mask_of_positions(called.takes_mask, given, tracing)
+            mask = packed or (_mask_of_whole_rows(given) if called.hands_mask_on else None)
+            changed = {} if mask is None else {"attention_mask": mask}
+    if packed is not None and (packed.is_packed or tracing):
+        # Else in a CUDA graph or an export: the model cannot be run on other values.
         given |= changed
         tokens = _tokens(given)
         rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
         arguments = describe(given, rows, width, with_tensors=not tracing)
         size = (1, TRACED_WIDTH) if tracing else (rows, width)
         verdict = module._stof_check(arguments, *size)  # type: ignore[operator]
-        if verdict.apart is None and not getattr(module, _ATTENDS):
+        if verdict.apart is None and not called.attends:
             return None  # the parts within it are checked in their turn
         if not verdict.apart:
             raise _not_apart(module, packed, verdict)
         changed |= {name: value.after_check() for name, value in given.items() if _is_unchecked(value)}
-    positional = tuple(changed.pop(name, value) for name, value in zip(names, args, strict=False))
-    return positional + args[len(names) :], kwargs | changed
+    if not changed:
+        return None
+    positional = tuple(changed.pop(name, value) for name, value in zip(called.parameters, args, strict=False))
+    return positional + args[len(positional) :], kwargs | changed
 
 
 def _not_apart(module: nn.Module, packed: ModelMask, verdict: Verdict) -> UnsupportedError:
@@ -173,7 +193,22 @@ def _refuse_numbers(given: dict[str, Any], tracing: bool) -> None:
             raise UnsupportedError(_NUMBERED, {})
 
 
-def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) -> ModelMask | None:
+def _mask_of_whole_rows(given: dict[str, Any]) -> ModelMask | None:
+    """A mask that keeps everything, for a call that gives neither positions nor padding; the model's own is added.
+
+    transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
+    would evaluate a mask of every score, all true.
+    """
+    tokens = _tokens(given)
+    if tokens is None or cache_of(given) is not None:
+        return None
+    if given.get("attention_mask") is not None or given.get("position_ids") is not None:
+        return None
+    rows, width = tokens.shape[:2]
+    return ModelMask(FULL, (rows, 1, width, width), includes_model_mask=False)
+
+
+def _mask_of_positions(takes_mask: bool, given: dict[str, Any], tracing: bool) -> ModelMask | None:
     """The mask of sequences whose positions begin anew within a row; None where none do.
 
     transformers looks for such positions only where a decoder is called without a mask and without a cache. In compiled
@@ -186,7 +221,7 @@ def _mask_of_positions(module: nn.Module, given: dict[str, Any], tracing: bool) 
     if tokens is None or not isinstance(positions, Tensor):
         return None
     rows, width = tokens.shape[:2]
-    cache, takes_mask, graph = cache_of(given), getattr(module, _TAKES_MASK), _is_graph(positions, tracing)
+    cache, graph = cache_of(given), _is_graph(positions, tracing)
     if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1:
         return None
     if graph and (cache is not None or not takes_mask):

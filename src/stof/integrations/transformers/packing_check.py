@@ -31,7 +31,7 @@ _COPY, _LONGEST = 8, 512
 TRACED_WIDTH = 4 * _COPY
 _LEAK = (
     "tokens of one sequence change the outputs of another, by layers besides attention (recurrent, convolution, "
-    "pooling, embeddings that read neighbours) or by attention without the packed mask"
+    "pooling, embeddings that read neighbours) or by attention without the packed mask; or all outputs are NaN"
 )
 _PLACE = (
     "outputs of a sequence depend on its place in the row: positions are counted from the start of the row "
@@ -133,10 +133,8 @@ def _run_row(module: nn.Module, arguments: tuple[Argument, ...], row: _Row) -> V
         return Verdict(None, "it returns nothing with one entry per token")
     if not any(out[:, row.poisoned].isnan().flatten(2).any(-1).all() for out in outputs):
         return Verdict(None, "its outputs do not depend on its input embeddings")
-    if any(_nan_outside(out, row.poisoned) for out in outputs):
-        clean = _outputs(module, arguments, row, poison=False)
-        if any(_nan_outside(out, row.poisoned) for out in clean):
-            return Verdict(None, "it returns NaN for any tokens")
+    outside = (slice(row.poisoned.start), slice(row.poisoned.stop, None))
+    if any(out[:, tokens].isnan().any() for out in outputs for tokens in outside):
         return Verdict(False, _LEAK)
     first, last = ([out[:, part] for out in outputs] for part in (slice(row.copy), slice(-row.copy, None)))
     return Verdict(True) if _are_equal(module, first, last) else Verdict(False, _PLACE)
@@ -195,23 +193,23 @@ class _Row(NamedTuple):
         shape = (self.rows, 1, self.width, self.width)
         return ModelMask(mask, shape, includes_model_mask=False, checked=True, exact_nan=True)
 
-    def positions(self, argument: Argument) -> Tensor:
-        values = torch.arange(self.copy, dtype=argument.dtype, device=argument.device) + self.first_position
-        values = values.repeat(self.width // self.copy)
-        *kinds, rows = argument.sizes  # several kinds of positions, or none; one row may stand for all
-        return values.expand(*kinds, self.rows if rows > 1 else 1, self.width)
-
-    def tokens(self, argument: Argument, ids: int) -> Tensor:
-        """Values of a sequence, repeated: ids below `ids`, sines, ones of masks, and else 0."""
+    def values(self, argument: Argument, ids: int) -> Tensor:
+        """An argument of a sequence, repeated: positions, ids below `ids`, sines, ones of masks, and else 0."""
+        repeats = self.width // self.copy
+        steps = torch.arange(self.copy, device=argument.device)
+        if argument.kind == "positions":
+            *kinds, rows = argument.sizes  # several kinds of positions, or none; one row may stand for all
+            values = (steps + self.first_position).to(argument.dtype).repeat(repeats)
+            return values.expand(*kinds, self.rows if rows > 1 else 1, self.width)
         values = torch.zeros(self.copy, *argument.sizes, dtype=argument.dtype, device=argument.device)
         if values.is_floating_point():
             values.view(-1).copy_(torch.arange(self.first_id, self.first_id + values.numel()).sin())
         elif argument.name.endswith("input_ids"):
-            values.copy_(torch.arange(self.first_id, self.first_id + self.copy) % ids)
+            values.copy_((steps + self.first_id) % ids)
         elif argument.name.endswith("attention_mask"):
             values.fill_(1)
-        repeated = values.repeat(self.width // self.copy, *[1] * len(argument.sizes))
-        return repeated.expand(self.rows, *repeated.shape).clone()
+        values = values.repeat(repeats, *[1] * len(argument.sizes))
+        return values.expand(self.rows, *values.shape).clone()
 
 
 def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, poison: bool) -> list[Tensor]:
@@ -225,17 +223,12 @@ def _outputs(module: nn.Module, arguments: tuple[Argument, ...], row: _Row, *, p
         out[:, row.poisoned] = torch.nan
         return out
 
-    call: dict[str, Any] = {}
-    for argument in arguments:
-        match argument.kind:
-            case "mask":
-                call[argument.name] = row.mask()
-            case "positions":
-                call[argument.name] = row.positions(argument)
-            case "tokens":
-                call[argument.name] = poisoned(row.tokens(argument, getattr(embeddings, "num_embeddings", 1)))
-            case _:
-                call[argument.name] = argument.value
+    def value(argument: Argument) -> Any:
+        if argument.kind in ("positions", "tokens"):
+            return poisoned(row.values(argument, getattr(embeddings, "num_embeddings", 1)))
+        return row.mask() if argument.kind == "mask" else argument.value
+
+    call = {argument.name: value(argument) for argument in arguments}
     devices = {argument.device for argument in arguments if argument.device and argument.device.type == "cuda"}
     handle = embeddings.register_forward_hook(lambda layer, args, out: poisoned(out))
     try:
@@ -258,32 +251,20 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _nan_outside(out: Tensor, poisoned: slice) -> bool:
-    return bool(out[:, : poisoned.start].isnan().any() | out[:, poisoned.stop :].isnan().any())
-
-
 def _are_equal(module: nn.Module, first: list[Tensor], second: list[Tensor]) -> bool:
-    """Whether outputs are equal but for rounding; NaN equals nothing."""
-    tolerance = max(3e-4, 4 * _rounding(module, first))
-    return all(_difference(one, other) <= tolerance for one, other in zip(first, second, strict=True))
-
-
-def _difference(first: Tensor, last: Tensor) -> float:
-    """The largest relative difference of a token's features; equal infinities differ by 0, NaN by NaN."""
-    first, last = (x.flatten(2).double() for x in (first, last))
-    scale = first.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float((torch.where(first == last, 0.0, first - last).norm(dim=-1) / scale).max())
-
-
-def _rounding(module: nn.Module, outputs: list[Tensor]) -> float:
-    """Machine epsilon of the coarsest format a model computes in; its float32 products may be in TF32."""
-    device = outputs[0].device.type
-    formats = {p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
-    formats |= {out.dtype for out in outputs}
+    """Whether outputs are equal but for rounding; NaN equals nothing, and infinities equal ones."""
+    formats = {x.dtype for x in (*module.parameters(), *first) if x.is_floating_point() and x.dtype.itemsize > 1}
+    device = first[0].device.type
     if torch.is_autocast_enabled(device):
         formats.add(torch.get_autocast_dtype(device))
-    coarse = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return max([torch.finfo(dtype).eps for dtype in formats] + [2**-10 if coarse else 0.0])
+    # Float32 products may be in TF32, whose machine epsilon is 2**-10.
+    tolerance = 4 * max(2**-10, *(torch.finfo(dtype).eps for dtype in formats))
+    for one, other in zip(first, second, strict=True):
+        x, y = (out.flatten(2).double() for out in (one, other))
+        difference = torch.where(x == y, 0.0, x - y).norm(dim=-1)
+        if not bool((difference <= tolerance * x.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)).all()):
+            return False
+    return True
 
 
 @contextmanager

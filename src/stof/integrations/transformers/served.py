@@ -12,13 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stof.errors import ArgumentError, UnsupportedError
-from stof.integrations.transformers.forward_inspection import (
-    computes_with_its_mask,
-    computes_with_masks_it_makes,
-    makes_masks,
-)
 from stof.integrations.transformers.layer_code import calls_interface, methods, syntax_tree, uses_interface
-from stof.integrations.transformers.self_attention import is_cross_attention
 
 # Arguments of the attention function that `attention_forward` reads, or that are part of its mask.
 _READ = {
@@ -32,7 +26,6 @@ _REFUSED = {
     "cache": 'generate without continuous batching, or call model.set_attn_implementation("sdpa")',
 }
 _NAME = "stof"
-_WEIGHTS_HOOK = "_stof_weights_hook"
 
 
 def check_module(model: object) -> None:
@@ -64,34 +57,17 @@ def _parts(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def _unserved_layers(part: PreTrainedModel) -> list[str]:
-    """Classes of a part that stof cannot serve: attention code of their own, or computations with stof's masks."""
-    model: Any = type(part)
-    if computes_with_masks_it_makes(model):
-        return [f"{model.__name__} (computes with the masks of its layers)"]
+    """Attention classes of a part none of whose layers calls the interface."""
     kinds = {type(module) for module in part.modules()}
-    if not any(map(calls_interface, kinds)):
-        return _attention(kinds)
-    if not makes_masks(model):
-        return []
-    # The masks it makes are stof's, for its layers, but not for those of other models within it.
-    kinds = {type(layer) for name, layer in _without_inner_models(part) if not is_cross_attention(name, layer)}
-    callers: set[Any] = set(filter(calls_interface, kinds))
-    if not callers:
-        return _attention(kinds)
-    return sorted(f"{kind.__name__} (computes with its mask)" for kind in callers if computes_with_its_mask(kind))
+    return [] if any(map(calls_interface, kinds)) else sorted(k.__name__ for k in kinds if "Attention" in k.__name__)
 
 
-def _attention(kinds: set[type[nn.Module]]) -> list[str]:
-    return sorted(kind.__name__ for kind in kinds if "Attention" in kind.__name__)
-
-
-def _without_inner_models(part: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules of a part and their names, those of other models within it left out."""
-    for child_name, child in part.named_children():
+def _without_inner_models(part: nn.Module) -> Iterator[nn.Module]:
+    """Modules of a part, those of other models within it left out."""
+    for child in part.children():
         if not isinstance(child, PreTrainedModel):
-            full = f"{name}.{child_name}" if name else child_name
-            yield full, child
-            yield from _without_inner_models(child, full)
+            yield child
+            yield from _without_inner_models(child)
 
 
 def check_forwards(model: nn.Module) -> None:
@@ -137,10 +113,9 @@ def check_can_serve(model: object) -> None:
 
 def not_served(names: str) -> str:
     return (
-        f"{names} has attention that stof cannot serve: layers that do not call transformers' attention interface, or "
-        "code that computes with the masks; use its own attention (attn_implementation=None), or a model whose "
-        "attention layers call the interface, such as BERT or LLaMA; stof.integrations.transformers.sparsify gives "
-        "those any sparse mask"
+        f"{names} has attention that stof cannot serve: layers that do not call transformers' attention interface; use "
+        "its own attention (attn_implementation=None), or a model whose attention layers call the interface, such as "
+        "BERT or LLaMA; stof.integrations.transformers.sparsify gives those any sparse mask"
     )
 
 
@@ -174,28 +149,12 @@ _UNREAD: dict[tuple[Any, object], tuple[str, ...]] = {}
 
 
 def _read_unread(layer: Any) -> tuple[str, ...]:
-    handed_over: set[str] = set()
-    for function in filter(uses_interface, methods(layer)):
-        tree = syntax_tree(function)
-        if tree is None:
-            continue
-        interfaces = _interfaces(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in interfaces:
-                handed_over.update(word.arg for word in node.keywords if word.arg is not None)
-    return tuple(sorted(handed_over - _READ))
-
-
-def _interfaces(tree: ast.AST) -> set[str]:
-    """Variables that hold the attention function: what an expression with `_attn_implementation` is assigned to."""
-    variables: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            inside = ast.walk(node.value)
-            if any(isinstance(one, ast.Attribute) and one.attr == "_attn_implementation" for one in inside):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                variables.update(target.id for target in targets if isinstance(target, ast.Name))
-    return variables
+    trees = map(syntax_tree, filter(uses_interface, methods(layer)))
+    calls = [node for tree in trees if tree is not None for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    # The attention function is a variable, called with the layer itself first.
+    interface = [call for call in calls if isinstance(call.func, ast.Name) and call.args]
+    words = [word.arg for call in interface if ast.unparse(call.args[0]) == "self" for word in call.keywords]
+    return tuple(sorted({word for word in words if word is not None} - _READ))
 
 
 def refuse_attention_weights(asked: object) -> None:
@@ -208,14 +167,6 @@ def refuse_attention_weights(asked: object) -> None:
         )
 
 
-def _refuse_weights_of_a_call(part: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-    """A hook: models take `output_attentions` away from what they hand to their layers, and return none."""
-    del args
-    config: Any = part.config
-    if config._attn_implementation == _NAME:
-        refuse_attention_weights(kwargs.get("output_attentions", getattr(config, "output_attentions", False)))
-
-
 def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
     """Have models checked, and then watched, when they are built with stof's attention implementation, or set to it."""
     build, choose = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
@@ -226,7 +177,7 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
     def checked_build(self: PreTrainedModel, *args: Any, **kw: Any) -> Any:
         check_served(self, _NAME)
         out = build(self, *args, **kw)
-        watch_parts(self)
+        watch(self)
         return out
 
     @functools.wraps(choose)
@@ -243,13 +194,8 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
             raise
         for part in _parts(self):
             _set_stale_configurations(part)
-        watch_parts(self)
+        watch(self)
         return out
-
-    def watch_parts(model: PreTrainedModel) -> None:
-        _watch_weights(model)
-        if any(part.config._attn_implementation == _NAME for part in _parts(model)):
-            watch(model)
 
     checked_build._stof_checks = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = checked_build
@@ -258,13 +204,7 @@ def check_when_set(watch: Callable[[PreTrainedModel], None]) -> None:
 
 def _set_stale_configurations(part: PreTrainedModel) -> None:
     """Give a part's layers its attention where they hold an older configuration (parts of `EncoderDecoderModel`)."""
-    for _, layer in _without_inner_models(part):
+    for layer in _without_inner_models(part):
         config = getattr(layer, "config", None)
         if config is not part.config and type(config) is type(part.config):
             config._attn_implementation = {"": part.config._attn_implementation}  # type: ignore[union-attr]
-
-
-def _watch_weights(model: nn.Module) -> None:
-    for part in _parts(model):
-        if part.config._attn_implementation == _NAME and not hasattr(part, _WEIGHTS_HOOK):
-            setattr(part, _WEIGHTS_HOOK, part.register_forward_pre_hook(_refuse_weights_of_a_call, with_kwargs=True))
