@@ -175,7 +175,7 @@ def _check(use: _Use, module: nn.Module, args: object, output: object) -> None:
         raise UnsupportedError(
             f"layer {use.name} has a sparse mask, and its forward pass never called stof's attention, so the mask was "
             f"left out: it has another attn_implementation than {NAME!r} (call enable(model)), or some code replaced "
-            "the layer, its forward or the forward of the module around it; let that code call the layer's own forward, or "
-            "remove the mask with sparsify(model, None)",
+            "the layer, its forward or the forward of the module around it; let that code call the layer's own "
+            "forward, or remove the mask with sparsify(model, None)",
             {},
         )
