@@ -249,7 +249,7 @@ def test_sparsify_refuses() -> None:
         hf.sparsify(model, torch.ones(3, 3, dtype=torch.bool))
     with hf.sparsify(model, SPARSE):
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ArgumentError, match="would ignore it"):
+        with pytest.raises(UnsupportedError, match="another attn_implementation than 'stof'"):
             _hidden(model, models.batch())
 
 

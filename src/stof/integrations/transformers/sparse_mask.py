@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import UnsupportedError
 from stof.integrations.transformers.self_attention import attends_to_another_sequence, key_argument
 from stof.masks import Mask
 from stof.runtime.recomputation import Changes
@@ -152,24 +152,10 @@ def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
     outer = module if layer.block is None else layer.block
     use.hooks = [
         outer.register_forward_pre_hook(functools.partial(_begin, use)),
-        module.register_forward_pre_hook(_begin_layer, with_kwargs=True),
         outer.register_forward_hook(functools.partial(_check, use)),
     ]
-
-
-def check_implementation(layer: nn.Module, name: str) -> None:
-    """Refuse a layer with a mask that runs another attention.
-
-    Raises:
-        ArgumentError: naming the layer and its implementation.
-    """
-    config: Any = layer.config
-    if config._attn_implementation != NAME:
-        raise ArgumentError(
-            f"layer {name} has a stof mask and runs attn_implementation={config._attn_implementation!r}, which would "
-            f"ignore it; call stof.integrations.transformers.enable(model), "
-            "or remove the mask with sparsify(model, None)"
-        )
+    if use.keys is not None:
+        use.hooks.append(module.register_forward_pre_hook(_tell_cross_attention, with_kwargs=True))
 
 
 def _begin(use: _Use, module: nn.Module, args: object) -> None:
@@ -177,10 +163,10 @@ def _begin(use: _Use, module: nn.Module, args: object) -> None:
     use.set_called(False)
 
 
-def _begin_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_cross_attention(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     use: _Use = getattr(layer, _USE)
-    check_implementation(layer, use.name)
-    use.cross = use.keys is not None and attends_to_another_sequence(use.name, use.keys, args, kwargs)
+    assert use.keys is not None
+    use.cross = attends_to_another_sequence(use.name, use.keys, args, kwargs)
 
 
 def _check(use: _Use, module: nn.Module, args: object, output: object) -> None:
@@ -188,7 +174,8 @@ def _check(use: _Use, module: nn.Module, args: object, output: object) -> None:
     if not use.was_called():
         raise UnsupportedError(
             f"layer {use.name} has a sparse mask, and its forward pass never called stof's attention, so the mask was "
-            "left out: some code replaced the layer, its forward or the forward of the module around it; let that code "
-            "call the layer's own forward, or remove the mask with sparsify(model, None)",
+            f"left out: it has another attn_implementation than {NAME!r} (call enable(model)), or some code replaced "
+            "the layer, its forward or the forward of the module around it; let that code call the layer's own "
+            "forward, or remove the mask with sparsify(model, None)",
             {},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -12,9 +13,9 @@ from stof.integrations.transformers.layer_code import calls_interface
 from stof.integrations.transformers.self_attention import is_cross_attention
 from stof.integrations.transformers.served import check_forwards, check_module
 from stof.integrations.transformers.sparse_mask import (
+    NAME,
     AttentionLayer,
     attention_layer,
-    check_implementation,
     owner_of,
     set_mask,
     sparse_mask_of,
@@ -114,7 +115,12 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     layers = _self_attention(model)
     if mask is not None:
         for layer in layers:
-            check_implementation(layer.module, layer.name)
+            config: Any = layer.module.config
+            if config._attn_implementation != NAME:
+                raise ArgumentError(
+                    f"layer {layer.name} runs attn_implementation={config._attn_implementation!r}, which would ignore "
+                    "a stof mask; call stof.integrations.transformers.enable(model)"
+                )
     return Sparsified(layers, per_layer)
 
 
