@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import stof
 from stof import masks
 from stof.errors import ShapeError, StofError, UnsupportedError
 from stof.masks import Mask
@@ -23,8 +22,6 @@ hf = pytest.importorskip("stof.integrations.transformers")
 import transformers  # noqa: E402
 from transformers.models.bart.modeling_bart import BartAttention  # noqa: E402
 from transformers.models.sam.modeling_sam import SamAttention, SamConfig  # noqa: E402
-
-from stof.integrations.transformers.layer_code import calls_interface  # noqa: E402
 
 LENGTH = 20
 Replace = Callable[[nn.Module], None]
@@ -131,25 +128,20 @@ def test_wrappers_of_the_forward_keep_the_mask(name: str, when: str) -> None:
         torch.testing.assert_close(model(ids).logits, want)
 
 
-def test_a_forward_that_leaves_attention_out_is_refused() -> None:
-    """By `enable`, `optimize` and `sparsify`, which say which layer."""
-    model = models.llama()
+def test_a_forward_that_leaves_attention_out() -> None:
+    """It computes what it did; with a sparse mask, or packed sequences that it does not keep apart, it is refused."""
+    model, ids = models.llama(), torch.randint(3, 60, (1, LENGTH))
     layer = model.model.layers[1].self_attn
     layer.forward = types.MethodType(_attention_of_its_own, layer)
-    assert not calls_interface(layer)
-    message = r"(?s)layers\.1\.self_attn.*replaced on the instance.*_attention_of_its_own"
-    for refuses in (hf.enable, functools.partial(stof.optimize, mask=masks.causal())):
-        with pytest.raises(UnsupportedError, match=message):
-            refuses(model)
-    assert model.config._attn_implementation != "stof"
-    model.set_attn_implementation("eager")
-    replacement = vars(layer).pop("forward")
-    hf.enable(model)
-    layer.forward = replacement
-    with pytest.raises(UnsupportedError, match=message):
-        hf.sparsify(model, masks.causal())
-    hf.sparsify(model, None)
-    assert hf.disable(model).config._attn_implementation == "eager"
+    positions = torch.cat([torch.arange(8), torch.arange(LENGTH - 8)])[None]
+    with torch.no_grad():
+        want = model(ids).logits
+        torch.testing.assert_close(hf.enable(model)(ids).logits, want)
+        with pytest.raises(UnsupportedError, match="cannot run packed sequences"):
+            model(ids, position_ids=positions)
+        with hf.sparsify(model, _mask()), pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn.*never called"):
+            model(ids)
+        torch.testing.assert_close(model(ids).logits, want)
 
 
 def _after_sparsify(layer: Any) -> None:

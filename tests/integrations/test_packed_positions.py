@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stof.errors import UnsupportedError
 from tests.integrations import models
-from tests.integrations.test_packing_check import REFUSED, _out
+from tests.integrations.test_packing_check import REFUSED, _out, traced
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -124,7 +124,7 @@ def test_other_layers_over_tokens_are_refused(name: str, mask: str) -> None:
     with pytest.raises(UnsupportedError, match="no position_ids that begin anew"):
         _out(compiled, packed)
     torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave position_ids out, or do not compile"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=traced("leave position_ids out, or do not compile")):
         _out(torch.compile(model, backend="eager", fullgraph=True), plain)
 
 

@@ -35,7 +35,8 @@ class ModelMask:
             know it.
         includes_model_mask: False for a mask a user passes in: the model's own mask is intersected with it.
         checked: for a packed mask, whether the model it was given to keeps packed sequences apart (`packing_check`).
-        first_position: position of the first token of each sequence, for the mask of a batch that `pack` made.
+        first_position: position of the first token of each sequence, for the mask of a batch that `pack` made; as text,
+            because Dynamo takes a number that differs between objects for a symbol.
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
@@ -54,7 +55,7 @@ class ModelMask:
         kv_offset: int = 0,
         includes_model_mask: bool = True,
         checked: bool = False,
-        first_position: int | None = None,
+        first_position: str | None = None,
         exact_nan: bool = False,
         split: Any = None,
     ) -> None:

@@ -123,7 +123,7 @@ def before_forward(
             _refuse_numbers(given, tracing)
         if packed is None:
             packed = _mask_of_positions(called.takes_mask, given, tracing)
-            mask = packed or (_mask_of_whole_rows(given) if called.hands_mask_on else None)
+            mask = _mask_of_whole_rows(given) if packed is None and called.hands_mask_on else packed
             changed = {} if mask is None else {"attention_mask": mask}
     if packed is not None and (packed.is_packed or tracing):
         # Else in a CUDA graph or an export: the model cannot be run on other values.

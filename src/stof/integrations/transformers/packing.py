@@ -36,7 +36,8 @@ class PackedBatch(Unpadding):
         """
         rows, width = self.packed_shape
         shape = (rows, 1, width, width)
-        attention_mask = ModelMask(self.mask, shape, includes_model_mask=False, first_position=self.first_position)
+        first = str(self.first_position)
+        attention_mask = ModelMask(self.mask, shape, includes_model_mask=False, first_position=first)
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,

@@ -47,7 +47,8 @@ class Argument(NamedTuple):
 
     Attributes:
         kind: "mask", a packed mask; "positions"; "tokens", a tensor with one entry per token; "value".
-        sizes: for positions, the sizes before the last; for tokens, the sizes after the first two.
+        sizes: for positions, the number of their kinds, if they have several, and 1 for one row or 2 for more; for
+            tokens, the sizes after the first two.
         value: for a mask, its `first_position`; for a value, the value.
     """
 
@@ -72,7 +73,8 @@ def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: b
 
     Args:
         rows, width: sizes of the tensors with one entry per token.
-        with_tensors: keep float tensors that do not belong to tokens (the states of an encoder); not in compiled code.
+        with_tensors: keep numbers, and float tensors that do not belong to tokens (the states of an encoder). In
+            compiled code neither has a value.
     """
     out = []
     for name, value in given.items():
@@ -80,12 +82,13 @@ def describe(given: Mapping[str, Any], rows: int, width: int, *, with_tensors: b
             out.append(Argument(name, "mask", value=value.first_position))
         elif isinstance(value, Tensor):
             if name == "position_ids" and value.ndim > 1 and value.shape[-1] == width:
-                out.append(Argument(name, "positions", value.dtype, tuple(value.shape[:-1]), value.device))
+                sizes = (*value.shape[:-2], 1 if value.shape[-2] == 1 else 2)
+                out.append(Argument(name, "positions", value.dtype, sizes, value.device))
             elif value.ndim > 1 and value.shape[0] == rows and value.shape[1] == width:
                 out.append(Argument(name, "tokens", value.dtype, tuple(value.shape[2:]), value.device))
             elif with_tensors and value.is_floating_point():
                 out.append(Argument(name, "value", value=value))
-        elif isinstance(value, bool | int | float | str):
+        elif isinstance(value, bool | str) or (with_tensors and isinstance(value, int | float)):
             out.append(Argument(name, "value", value=value))
     return tuple(out)
 
@@ -171,7 +174,7 @@ def _compare_positions(module: nn.Module, arguments: tuple[Argument, ...], rows:
 
 
 def _first_position(arguments: tuple[Argument, ...]) -> int | None:
-    return next((argument.value for argument in arguments if argument.kind == "mask"), None)
+    return next((int(one.value) for one in arguments if one.kind == "mask" and one.value is not None), None)
 
 
 class _Row(NamedTuple):

@@ -46,7 +46,6 @@ def check_served(model: nn.Module, implementation: str | None = None) -> None:
     parts = [part for part in _parts(model) if implementation in (None, part.config._attn_implementation)]
     if not parts and implementation is not None:
         return
-    check_forwards(model)
     refused = {type(part).__name__: layers for part in parts if (layers := _unserved_layers(part))}
     if refused:
         raise UnsupportedError(not_served(", ".join(refused)), refused)
@@ -68,26 +67,6 @@ def _without_inner_models(part: nn.Module) -> Iterator[nn.Module]:
         if not isinstance(child, PreTrainedModel):
             yield child
             yield from _without_inner_models(child)
-
-
-def check_forwards(model: nn.Module) -> None:
-    """Refuse layers whose `forward` was replaced on the instance by code that never reaches the attention interface.
-
-    Raises:
-        UnsupportedError: naming the layers and what replaced their `forward`.
-    """
-    replaced = {
-        name or type(module).__name__: vars(module)["forward"]
-        for name, module in model.named_modules()
-        if "forward" in vars(module) and calls_interface(type(module)) and not calls_interface(module)
-    }
-    if replaced:
-        raise UnsupportedError(
-            f"{', '.join(replaced)}: the layer's forward was replaced on the instance by code that never reaches "
-            "transformers' attention interface, so stof cannot serve it and a mask of stof would change nothing; "
-            "remove the replacement (del layer.forward), or let it call the layer's own forward",
-            {name: [f"forward is {getattr(new, '__qualname__', repr(new))}"] for name, new in replaced.items()},
-        )
 
 
 def check_can_serve(model: object) -> None:

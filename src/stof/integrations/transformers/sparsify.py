@@ -11,7 +11,7 @@ from torch import nn
 from stof.errors import ArgumentError, MaskError, StofError
 from stof.integrations.transformers.layer_code import calls_interface
 from stof.integrations.transformers.self_attention import is_cross_attention
-from stof.integrations.transformers.served import check_forwards, check_module
+from stof.integrations.transformers.served import check_module
 from stof.integrations.transformers.sparse_mask import (
     NAME,
     AttentionLayer,
@@ -109,8 +109,6 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
         True
     """
     check_module(model)
-    if mask is not None:
-        check_forwards(model)
     per_layer = layer_masks(model, mask)
     layers = _self_attention(model)
     if mask is not None:
