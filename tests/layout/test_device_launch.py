@@ -45,7 +45,7 @@ def test_compiled_once_for_all_numbers() -> None:
     assert kernel.through_jit == [((5,), first, 1, 16, 3)]
     assert kernel.options == {"num_warps": 4, "enable_fp_fusion": True}
     assert kernel.direct == [
-        (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9, 3),
+        (5, 1, 1, STREAM, "function", "meta", None, None, None, second.data_ptr(), 7, 9),
     ]
 
 

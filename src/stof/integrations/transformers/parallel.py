@@ -360,7 +360,7 @@ def _check_tokens_apart(module: nn.Module, given: dict[str, Any], rows: int, len
 
     It is run on a short row, once for each signature.
     """
-    mask = ModelMask(FULL, (rows, 1, length, length), includes_model_mask=False, first_position=0)
+    mask = ModelMask(FULL, (rows, 1, length, length), includes_model_mask=False, first_position="0")
     arguments = {name: value for name, value in given.items() if name not in ("labels", "attention_mask")}
     described = describe(arguments | {"attention_mask": mask}, rows, length, with_tensors=True)
     verdict = check(module, described, rows, length)
