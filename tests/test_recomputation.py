@@ -23,7 +23,7 @@ S, HEADS, DIM = 24, 2, 8
 Block = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Which operators run."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def test_random_selective_policies_save_the_callers_operators(name: str) -> None
     for step in range(6):
         given = GIVEN[name](step)
         plan_cache.clear()
-        with _Operators() as operators:
+        with Operators() as operators:
             expected = _gradients(block, given)
         plan_cache.clear()
         saved = {op for op in set(operators.seen) if rng.random() < 0.5}
@@ -108,7 +108,7 @@ def test_first_and_later_calls_run_the_same_operators(name: str) -> None:
     seen = []
     plan_cache.clear()
     for _ in range(2):
-        with _Operators() as operators:
+        with Operators() as operators:
             _gradients(block, given)
         seen.append(operators.seen)
     assert seen[0] == seen[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stof.errors import UnsupportedError
 from tests.integrations import models
+from tests.test_recomputation import Operators
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -379,3 +380,15 @@ def test_decoders_that_read_packed_states() -> None:
     ids, valid = inputs["input_ids"], inputs["attention_mask"]
     want = _out(model, inputs | {"decoder_input_ids": ids, "decoder_attention_mask": valid})
     torch.testing.assert_close(got[valid.bool()], want[valid.bool()], atol=2e-4, rtol=1e-5)
+
+
+def test_the_check_leaves_no_casts_to_autocast() -> None:
+    """Selective checkpointing counts casts: a first call makes as many as the next."""
+    model = hf.enable(models.llama())
+    batch = hf.pack(torch.randint(3, 30, (2, 9)), torch.ones(2, 9, dtype=torch.int64))
+    casts = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+            model(**batch.model_inputs())
+        casts.append(operators.seen.count(torch.ops.aten._to_copy.default))
+    assert casts[0] == casts[1] > 0

@@ -11,8 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from stof.integrations.torch.module_state import Attributes, Weights
 from stof.plans.used_masks import UsedMask, noting_masks
+from stof.runtime.autocast import no_autocast_cache
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import record_streams
 from stof.runtime.private import copy_all, is_intercepted, pytree, raw_stream, versions_of
@@ -111,7 +111,7 @@ class CudaGraphRunner:
         if len(self._recorded) >= MOST_RECORDED:
             self._masks.pop(self._recorded.popitem(last=False)[0], None)
         try:
-            with _no_autocast_cache(), noting_masks() as masks:
+            with no_autocast_cache(), noting_masks() as masks:
                 self._recorded[key] = self._recorder(self._call, args, kwargs)
             self._masks[key] = masks
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
@@ -236,17 +236,6 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) 
     if torch.is_autocast_enabled(device_type):
         key.append(torch.get_autocast_dtype(device_type))
     return tuple(key), tensors
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast converts weights anew: what it keeps ends with its context, and a recording would go on reading it."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _records_gradients(out: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.sparse_mask import IGNORED
 from stof.masks import documents
+from stof.runtime.autocast import no_autocast_cache
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import past_modes, without_hooks
 
@@ -272,9 +273,9 @@ def _are_equal(module: nn.Module, first: list[Tensor], second: list[Tensor]) -> 
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without hooks of the user's, for this block."""
+    """Evaluation mode, without hooks of the user's, for this block; it leaves no casts without gradients behind."""
     training = [part for part in module.modules() if part.training]
-    with without_hooks(module, keep=("torch", "transformers")):
+    with without_hooks(module, keep=("torch", "transformers")), no_autocast_cache():
         try:
             for part in training:
                 part.training = False
