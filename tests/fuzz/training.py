@@ -155,6 +155,8 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernels: bool = False
         case.compiles = draw.choice(["block", "model"])
         settings = [(), (("aggressive_recomputation", True),), (("activation_memory_budget", draw.choice([0.0, 0.5])),)]
         case.partitioner = draw.choice(settings)
+        if case.dropout and case.partitioner == (("activation_memory_budget", 0.0),):
+            case.partitioner = ()  # PyTorch draws other random numbers in the backward pass; stof warns
     case.early_stop = draw.random() < 0.8
     case.frozen = draw.choice([0, 0, 1, 2])
     if case.frozen == 2 and draw.random() < 0.5:  # calls of a frozen layer have a graph or none
