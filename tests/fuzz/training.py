@@ -155,8 +155,6 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernels: bool = False
         case.compiles = draw.choice(["block", "model"])
         settings = [(), (("aggressive_recomputation", True),), (("activation_memory_budget", draw.choice([0.0, 0.5])),)]
         case.partitioner = draw.choice(settings)
-        if case.dropout and case.partitioner == (("activation_memory_budget", 0.0),):
-            case.partitioner = ()  # PyTorch draws other random numbers in the backward pass; stof warns
     case.early_stop = draw.random() < 0.8
     case.frozen = draw.choice([0, 0, 1, 2])
     if case.frozen == 2 and draw.random() < 0.5:  # calls of a frozen layer have a graph or none
@@ -168,6 +166,8 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernels: bool = False
         case.autocast = draw.random() < 0.25
     if not (case.compiled and case.saved):  # PyTorch has no random numbers of compiled code in selective checkpointing
         case.dropout = draw.choice([0.0, 0.0, 0.5])
+        if case.dropout and case.partitioner == (("activation_memory_budget", 0.0),):
+            case.partitioner = ()  # PyTorch draws other random numbers in the backward pass; stof warns
     kinds = ["trees", "trees", "documents", "windows", "constant", "tensor", "written", "function"]
     if model == "plain":
         kinds += ["plans", "dynamic"]

@@ -62,7 +62,7 @@ def run_case(case: Case, device: str = "cpu") -> Outcome:
 
 
 def _of_torch(case: Case, error: Exception) -> bool:
-    """Whether PyTorch refuses the case: T5 adds in place to what a policy saved, or code was compiled anew meanwhile."""
+    """Whether PyTorch refuses the case: T5 adds in place to what a policy saved, or code was compiled anew."""
     text = str(error)
     return "has been mutated" in text or (bool(case.compiled) and "not found in storage" in text)
 
