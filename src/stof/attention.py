@@ -57,8 +57,8 @@ from stof.validation import (
 # `out` and `lse`.
 Results = tuple[Tensor, Tensor]
 
-_UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
-_CHANGES = (
+_WHY_UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
+_WHY_CHANGES = (
     "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
     "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
     "variables"
@@ -239,14 +239,14 @@ def _bound_call(
     Each call with dropout draws a seed, so it is not found here.
     """
     scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
-    # No key holds scales that are not tensors in a list: the checks refuse them.
+    # Scales that are not a tuple or list are never stored: the checks refuse them.
     if dropout_p != 0.0 or (scales is not None and not scale_tuple) or not is_plain(q, k, v, bias, sinks, *scale_tuple):
         return None
     if isinstance(mask_or_plan, Plan):
         plan: Plan | None = mask_or_plan
     else:
         plan = cached_plan(FULL if mask_or_plan is None else mask_or_plan, q, k)
-    # Autocast would make other arguments of these.
+    # Autocast would cast these arguments.
     if plan is None or torch.is_autocast_enabled(plan.device.type):
         return None
     bound = plan.find_call(q, k, v, bias, sinks, scale, softcap, implementation, *scale_tuple)
@@ -262,7 +262,7 @@ def _eager_call(
     q: Tensor, k: Tensor, v: Tensor, mask_or_plan: Any, scale: float | None, bias: Tensor | None,
     softcap: float | None, sinks: Tensor | None, scales: Any, dropout_p: float, implementation: str | None,
 ) -> Results:  # fmt: skip
-    """Check a call and run it: at once where nobody looks at its operators, else as an operator."""
+    """Check a call and run it: directly if nothing intercepts operators, else through the custom operator."""
     scale_tuple = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     tensors = (q, k, v, bias, sinks, *scale_tuple)
     plain, traced = is_plain(*tensors), torch.compiler.is_compiling() and is_traced(q)
@@ -311,7 +311,7 @@ def _checked(
 
 
 def _operator_call(call: _Call, mask_or_plan: Any, implementation: str | None, traced: bool) -> Results:
-    """Run a call as an operator, which plans and chooses when it runs: neither is graph code.
+    """Call the custom operator, which makes the plan and selects the kernel when it runs, outside of graphs.
 
     Args:
         traced: whether a compiler or exporter traces the call.
@@ -331,10 +331,10 @@ def _operator_call(call: _Call, mask_or_plan: Any, implementation: str | None, t
     handle = handle_of(mask_or_plan, q, k, traced)
     keep = handle.keep
     if differentiated and keep is not None:
-        # PyTorch does not count all writes to the tensor that the user has; the backward pass reads this copy.
+        # The version counter misses some writes to the user's tensor; the backward pass reads this copy.
         keep = saved_in_forward(copy_of_mask_op, keep)
     if differentiated and traced and handle.may_change:
-        raise UnsupportedError(_CHANGES, {})
+        raise UnsupportedError(_WHY_CHANGES, {})
     named = (q, k, v, handle.key, bias, sinks, scale, softcap, implementation or "")
     constant = is_constant(handle, traced)
     if seed is None:
@@ -389,9 +389,9 @@ def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> st
         return "give stof.attention a mask that was made outside of compiled code by from_function"
     reason = ""
     if isinstance(mask_or_plan, Plan):
-        reason = _UPDATES if mask_or_plan.is_dynamic else ""
+        reason = _WHY_UPDATES if mask_or_plan.is_dynamic else ""
     elif isinstance(mask_or_plan, Mask | Intersection):
-        reason = _CHANGES if mask_or_plan.may_change else ""
+        reason = _WHY_CHANGES if mask_or_plan.may_change else ""
     return reason if reason and _is_differentiated(tensors) else ""
 
 

@@ -119,7 +119,7 @@ class DynamicPlan(Plan):
             raise PlanMismatchError(
                 f"this plan takes masks like {self._mask!r}, got {mask!r}; make another with stof.dynamic_plan"
             )
-        if not self._changes.change():
+        if not self._changes.note_change():
             raise PlanMismatchError(
                 "a dynamic plan is updated in a backward pass, which recomputes a function that updates it (activation "
                 "checkpointing); update it outside of the function, and after the backward pass"
@@ -234,7 +234,7 @@ class DynamicPlan(Plan):
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
-        if not self._changes.call():
+        if not self._changes.note_call():
             raise PlanMismatchError(
                 "a dynamic plan was updated between a call and the backward pass that recomputes it (activation "
                 "checkpointing), or is updated and used by several threads; update it after the backward pass"

@@ -1,4 +1,4 @@
-"""Whether activation checkpointing recomputes a call with what the call had: a rule, checked by autograd's numbers."""
+"""Detects that activation checkpointing recomputes a call after its mask changed, by autograd's sequence numbers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _SEVERAL = object()
 
 
 def _this_thread() -> object:
-    """An object for the current thread; identifiers of threads are used again."""
+    """A unique object for the current thread; thread identifiers are reused."""
     try:
-        return _thread.name
+        return _thread.token
     except AttributeError:
-        _thread.name = object()
-        return _thread.name
+        _thread.token = object()
+        return _thread.token
 
 
 class Changes:
-    """The calls and changes of something that calls read: they may not be recomputed after a change.
+    """Records calls that read some state, and changes of that state: no call may be recomputed after a change.
 
-    A backward pass that recomputes a function runs a node of autograd that the function made in its first pass, or that
-    stands for the function. A thread numbers its nodes in order. So the recomputed call is later than the last change
-    if the node is, where one thread makes the change and all calls. Copies have had no calls yet.
+    Recomputation runs inside an autograd node that the original forward pass made. Sequence numbers of nodes increase
+    within a thread. So if one thread makes all calls and the change, a node numbered after the change means that the
+    call was made after it. Where several threads do, each recomputation after a change is refused. A copy starts empty.
     """
 
     __slots__ = ("_caller", "_changed_by", "_first_node")
@@ -39,7 +39,7 @@ class Changes:
     def __reduce__(self) -> tuple[type[Changes], tuple[()]]:
         return Changes, ()
 
-    def change(self) -> bool:
+    def note_change(self) -> bool:
         """Note a change; False, and nothing is noted, in a backward pass.
 
         A function that is recomputed may have changed it after a call, in its first pass.
@@ -50,7 +50,7 @@ class Changes:
             self._changed_by, self._first_node = _this_thread(), next_node_number()
         return True
 
-    def call(self) -> bool:
+    def note_call(self) -> bool:
         """Note a call; False if it may recompute one that was made before the last change."""
         node, thread = running_node_number(), _this_thread()
         if node is None:

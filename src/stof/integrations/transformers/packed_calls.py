@@ -1,4 +1,7 @@
-"""A hook on the parts of a model: packed sequences are found in its arguments, and checked to be kept apart."""
+"""A pre-forward hook that finds packed sequences in a call's arguments, and checks that the model keeps them apart.
+
+A *part* is a `PreTrainedModel`: the model or one within it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
-_CALLED = "_stof_called"
+_CALL_INFO = "_stof_called"
 _NUMBERED = (
     "attention_mask [B, tokens] holds values above 1, as where it numbers packed sequences, and stof reads it as "
     "padding: 1 at tokens, 0 at padding. Give position_ids that begin anew at every sequence, and mask.clamp(max=1)"
 )
 
 
-class _Called(NamedTuple):
+class _CallInfo(NamedTuple):
     """What is known of a part's calls.
 
     Attributes:
@@ -66,25 +69,25 @@ def watch(model: nn.Module) -> None:
         if not isinstance(part, PreTrainedModel) or part.config._attn_implementation != NAME:
             continue
         part.__dict__.pop(PASSED, None)
-        before: _Called | None = getattr(part, _CALLED, None)
+        before: _CallInfo | None = getattr(part, _CALL_INFO, None)
         if before is None:
             part.register_forward_pre_hook(before_forward, with_kwargs=True)
         is_inner = part is not model or (before is not None and before.is_inner)
-        setattr(part, _CALLED, _Called(*_parameters(part), _attends(part), hands_mask_on(type(part)), is_inner))
+        setattr(part, _CALL_INFO, _CallInfo(*_parameters(part), _attends(part), hands_mask_on(type(part)), is_inner))
 
 
 def _parameters(part: PreTrainedModel) -> tuple[tuple[str, ...], bool]:
-    """`parameters` and `takes_mask` of `_Called`.
+    """`parameters` and `takes_mask` of `_CallInfo`.
 
     Wrappers that take `*args` say nothing of either, whether they replace `forward` on the instance or in its class.
     """
     inherited = [vars(kind)["forward"].__get__(part) for kind in type(part).__mro__ if "forward" in vars(kind)]
     signatures = [inspect.signature(forward).parameters.values() for forward in (part.forward, *inherited)]
-    known = [words for words in signatures if all(word.kind is not word.VAR_POSITIONAL for word in words)]
+    known = [signature for signature in signatures if all(one.kind is not one.VAR_POSITIONAL for one in signature)]
     if not known:
         return (part.main_input_name,), True
-    positional = tuple(word.name for word in known[0] if word.kind not in (word.KEYWORD_ONLY, word.VAR_KEYWORD))
-    return positional, any(word.name == "attention_mask" for words in known for word in words)
+    positional = tuple(one.name for one in known[0] if one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD))
+    return positional, any(one.name == "attention_mask" for signature in known for one in signature)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -105,7 +108,7 @@ def before_forward(
     config: Any = module.config
     if config._attn_implementation != NAME:
         return None
-    tracing, called = torch.compiler.is_dynamo_compiling(), getattr(module, _CALLED)
+    tracing, called = torch.compiler.is_dynamo_compiling(), getattr(module, _CALL_INFO)
     given = dict(zip(called.parameters, args, strict=False)) | kwargs
     # Models take this away from what they hand to their layers.
     refuse_attention_weights(given.get("output_attentions", getattr(config, "output_attentions", False)))
@@ -118,15 +121,15 @@ def before_forward(
                 f"was called with {len(args)} of them by position; give all but the first by name",
                 {},
             )
-        # Dynamo traces the hooks of the compiled module itself apart: an assertion there would be a graph of its own.
+        # Dynamo traces the hooks of the compiled module separately; an assertion there would add a graph.
         if called.is_inner or not tracing:
-            _refuse_numbers(given, tracing)
+            _refuse_numbered_mask(given, tracing)
         if packed is None:
             packed = _mask_of_positions(called.takes_mask, given, tracing)
             mask = _mask_of_whole_rows(given) if packed is None and called.hands_mask_on else packed
             changed = {} if mask is None else {"attention_mask": mask}
     if packed is not None and (packed.is_packed or tracing):
-        # Else in a CUDA graph or an export: the model cannot be run on other values.
+        # Not checked in CUDA graphs and exports: the check cannot run the model there.
         given |= changed
         tokens = _tokens(given)
         rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
@@ -169,15 +172,15 @@ def _tokens(given: dict[str, Any]) -> Tensor | None:
     return tokens if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
 
 
-def _is_graph(values: Tensor, tracing: bool) -> bool:
-    """Whether reading values would break a graph, in a call that is traced if `tracing`.
+def _cannot_read(values: Tensor, tracing: bool) -> bool:
+    """Whether reading values would break a graph.
 
-    Not asked here: within an eager call Dynamo may trace this function alone.
+    `tracing` is an argument, because Dynamo may trace this function alone in an eager call.
     """
     return tracing or is_exporting() or (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _refuse_numbers(given: dict[str, Any], tracing: bool) -> None:
+def _refuse_numbered_mask(given: dict[str, Any], tracing: bool) -> None:
     """Refuse padding masks with values above 1; compiled code raises an error when it runs."""
     tokens = _tokens(given)
     if tokens is not None and tokens.shape[1] == 1:
@@ -189,15 +192,15 @@ def _refuse_numbers(given: dict[str, Any], tracing: bool) -> None:
         if tracing and not is_exporting():
             # A literal message, as Dynamo asks of the assertions that it moves into graphs.
             assert (mask <= 1).all(), "attention_mask holds values above 1: stof reads it as padding, not as sequences"
-        elif not _is_graph(mask, tracing) and bool((mask > 1).any()):
+        elif not _cannot_read(mask, tracing) and bool((mask > 1).any()):
             raise UnsupportedError(_NUMBERED, {})
 
 
 def _mask_of_whole_rows(given: dict[str, Any]) -> ModelMask | None:
-    """A mask that keeps everything, for a call that gives neither positions nor padding; the model's own is added.
+    """A mask that keeps everything, for a call without positions and padding; the model's own mask still applies.
 
-    transformers then looks for packed sequences in the positions it makes itself; compiled code cannot look, so it
-    would evaluate a mask of every score, all true.
+    Without it, transformers looks for packed sequences in its default positions. Compiled code cannot look, and would
+    evaluate a mask of every score, all true.
     """
     tokens = _tokens(given)
     if tokens is None or cache_of(given) is not None:
@@ -221,12 +224,12 @@ def _mask_of_positions(takes_mask: bool, given: dict[str, Any], tracing: bool) -
     if tokens is None or not isinstance(positions, Tensor):
         return None
     rows, width = tokens.shape[:2]
-    cache, graph = cache_of(given), _is_graph(positions, tracing)
+    cache, graph = cache_of(given), _cannot_read(positions, tracing)
     if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1:
         return None
     if graph and (cache is not None or not takes_mask):
         return None
-    # Time, the first of several kinds of positions, never falls within a sequence, but in videos with sound.
+    # Time, the first of several kinds of positions, never decreases within a sequence, except in videos with sound.
     time = positions[0] if positions.ndim == 3 else positions
     if not graph and not bool((time.diff(dim=1) <= 0).any()):
         return None
@@ -255,14 +258,13 @@ def _mask_of_positions(takes_mask: bool, given: dict[str, Any], tracing: bool) -
 def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
     """How many sequences began before each token, int64 `[B, S]`.
 
-    A token begins a sequence if its position is not above that of the token before it. Height and width fall within
-    the images and videos of a sequence, and time stands still: in a row that has them, a token begins a sequence if
-    none of its positions is above any position before it in the row.
+    A token begins a sequence if its position is not above that of the token before it. Within an image or video, height
+    and width decrease and time stays constant: in a row that has them, a token begins a sequence if none of its
+    positions is above any position before it in the row.
 
     Args:
-        positions: `[B, S]`; or `[3, B, S]`, time, height and width; or `[4, B, S]`, which the text's precede, and
-            these alone count.
-        valid: bool `[B, S]`, false at padding, which is passed over: positions may stand still there.
+        positions: `[B, S]`; or `[3, B, S]`, time, height and width; or `[4, B, S]`, text first, which alone is read.
+        valid: bool `[B, S]`, false at padding, which is passed over: positions may stay constant there.
     """
     positions = positions[None] if positions.ndim == 2 else positions
     positions = positions[:1] if positions.shape[0] > 3 else positions
@@ -272,7 +274,8 @@ def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
     previous = nn.functional.pad(last_valid[:, :-1], (1, 0), value=-1)
     bound = low
     if positions.shape[0] > 1:
-        # Frames of one token at one time stand still, so positions of text have to fall, or be the row's lowest.
+        # Frames of one token repeat a position. So a sequence begins at the row's lowest position, and in a row of text
+        # alone where positions decrease.
         is_text = ((low == high) | ~valid).all(1, keepdim=True)
         lowest = torch.where(valid, low, high.amax()).cummin(1).values
         bound = torch.where(is_text, torch.maximum(low - 1, lowest), lowest)

@@ -107,7 +107,7 @@ def mask_of_call(layer: nn.Module) -> Mask | None:
         use.set_called(True)
         if use.cross:
             return None
-    if not compiling and not _changes_of(layer).call():
+    if not compiling and not _changes_of(layer).note_call():
         raise UnsupportedError(
             f"a backward pass recomputes a call of {type(layer).__name__} (activation checkpointing), whose sparse "
             "mask was changed after the call, or is changed and used by several threads; call backward() before the "
@@ -132,7 +132,7 @@ def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
         UnsupportedError: another mask, in a backward pass.
     """
     module = layer.module
-    if mask is not sparse_mask_of(module) and not _changes_of(module).change():
+    if mask is not sparse_mask_of(module) and not _changes_of(module).note_change():
         raise UnsupportedError(
             "sparsify() changes masks in a backward pass, which recomputes a function that calls it (activation "
             "checkpointing); call sparsify() outside of the function, and call backward() before the masks change",
