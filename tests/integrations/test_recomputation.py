@@ -148,6 +148,8 @@ def check_case(seed: int) -> tuple[int, int]:
     return right, refused
 
 
+# PyTorch 2.11 closes the generator of a refused recomputation after its hooks are gone, and Python reports that.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_scripts_are_right_or_refused(count: int) -> None:
     outcomes = [check_case(seed) for seed in range(count)]
