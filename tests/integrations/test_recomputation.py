@@ -281,12 +281,12 @@ def test_compiled_autograd_does_not_say_which_node_runs() -> None:
     changes, x, answers = Changes(), torch.randn(3, requires_grad=True), []
 
     def call(x: Tensor) -> Tensor:
-        answers.append(changes.call())
+        answers.append(changes.note_call())
         return x.sin().exp()
 
     for change in (False, True):
         out = checkpoint(call, x, use_reentrant=False).sum()
-        assert not change or changes.change()
+        assert not change or changes.note_change()
         with compiled_autograd._enable(torch.compile(backend="eager")):
             out.backward()
     assert answers == [True, True, True, False]
