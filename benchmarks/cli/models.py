@@ -185,14 +185,14 @@ def search(
         start = time.monotonic()
         folder = store or cache_folder()
         kept = None if folder is None else default_store(device, folder)
-        found, taken = measured(gm, timer, kept, budget, compile_candidates)
-        console.print(f"{taken} times taken in {time.monotonic() - start:.0f} s")
+        segment_times, count = measured(gm, timer, kept, budget, compile_candidates)
+        console.print(f"{count} times taken in {time.monotonic() - start:.0f} s")
         for (name, config), why in timer.failures.items():
             console.print(f"{name} {config}: {why}", soft_wrap=True)
-        if found is None:
+        if segment_times is None:
             console.print("not everything is measured yet; run the command again to go on")
             return
-        case, table = f"{model} {batch} x {length} on {device_name(device)}, {dtype}", found
+        case, table = f"{model} {batch} x {length} on {device_name(device)}, {dtype}", segment_times
         content = {"meta": provenance(device), "case": case, "table": table.to_json()}
         if output is not None:  # the searches of a large graph take minutes
             write_json(output, content)

@@ -225,8 +225,8 @@ def attention(
         call = _checked(q, k, v, scale, bias, softcap, sinks, scales, dropout_p)
         results = _operator_call(call, mask_or_plan, implementation, traced=True)
     else:
-        given = (q, k, v, mask_or_plan, scale, bias, softcap, sinks, scales, dropout_p, implementation)
-        results = _bound_call(*given) or _eager_call(*given)
+        arguments = (q, k, v, mask_or_plan, scale, bias, softcap, sinks, scales, dropout_p, implementation)
+        results = _bound_call(*arguments) or _eager_call(*arguments)
     return results if return_lse else results[0]
 
 

@@ -15,19 +15,18 @@ from stof.runtime.files import read_json, write_atomically
 from stof.selection.device_model import DeviceModel, load_model
 from stof.tuning.timing import time_calls
 
-_COPIED_BYTES = 2**30
+_READ_BYTES = 2**30
 
 
 def measured_device() -> DeviceModel:
-    """The current GPU's properties, its memory bandwidth measured; other constants are those that it uses so far."""
+    """The current GPU: its properties, its memory bandwidth by a timed read, and the other constants in use."""
     properties = torch.cuda.get_device_properties()
-    source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    us = time_calls({"copy": lambda: target.copy_(source)}, source.device)["copy"].gpu_us
+    source = torch.zeros(_READ_BYTES // 8, dtype=torch.int64, device="cuda")
+    us = time_calls({"read": source.sum}, source.device)["read"].gpu_us
     assert us is not None
     return _model(
         properties.name, properties.multi_processor_count, properties.shared_memory_per_multiprocessor,
-        2 * _COPIED_BYTES / us,
+        _READ_BYTES / us,
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ class Changes:
 
     Recomputation runs inside an autograd node that the original forward pass made. Sequence numbers of nodes increase
     within a thread. So if one thread makes all calls and the change, a node numbered after the change means that the
-    call was made after it. Where several threads do, each recomputation after a change is refused. A copy starts empty.
+    call was made after it. If several threads make calls, each recomputation after a change is refused. A copy of this
+    object records nothing yet.
     """
 
     __slots__ = ("_caller", "_changed_by", "_first_node")

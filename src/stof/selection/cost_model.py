@@ -251,7 +251,7 @@ def critical_load(
     programs = math.ceil(float(copies.sum()) / model.multiprocessors) * model.multiprocessors
     filled = min(1.0, programs / slots)
     # Heads run in groups of `side`. Items are sorted longest first within a group only, so the longest item of the last
-    # group starts late, unless all thread blocks start at once.
+    # group starts after the others, unless there are slots for all thread blocks.
     rounds = math.ceil(groups / (kernel.side or groups))
     late = max(0.0, 1 - slots / float(copies.sum())) * (rounds - 1) / rounds
     if gpu.persistent and rounds > 1:

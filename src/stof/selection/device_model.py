@@ -124,12 +124,11 @@ def _load(path: Path) -> DeviceModel | None:
 
 
 def model_from_dict(values: dict[str, Any]) -> DeviceModel:
-    """The model of a data file's content; constants of kernels that it lacks are the default device's."""
-    kernels = {key: KernelTimes(**times) for key, times in values["kernels"].items()}
+    """The model of a data file's content; constants of backward kernels that it lacks are the default device's."""
     backward = {key: BackwardTimes(**times) for key, times in values.get("backward", {}).items()}
     default = None if values["device"] == DEFAULT_DEVICE else _load(_data_file(DEFAULT_DEVICE))
     if default is not None:
-        kernels, backward = default.kernels | kernels, default.backward | backward
+        backward = default.backward | backward
     return DeviceModel(
         device=values["device"],
         multiprocessors=values["multiprocessors"],
@@ -137,7 +136,7 @@ def model_from_dict(values: dict[str, Any]) -> DeviceModel:
         launch=values["launch_us"],
         bytes_per_us=values["bytes_per_us"],
         row_wise=(values["row_wise"]["row_us"], values["row_wise"]["key_us"]),
-        kernels=kernels,
+        kernels={key: KernelTimes(**times) for key, times in values["kernels"].items()},
         backward=backward,
     )
 

@@ -26,8 +26,8 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
     sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype, device=each.device)
     start = 0
     while start < len(line):
-        # The slot that is free first takes the longest thread block left. A wave is placed at once as far as none of
-        # its thread blocks would end before a later one of them starts.
+        # The slot that is free first takes the longest thread block left. Several are assigned in one step while none
+        # of them ends before the last of them starts.
         ends, free = ends.sort()
         sums = sums[free]
         wave = line[start : start + slots]

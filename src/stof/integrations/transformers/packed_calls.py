@@ -109,10 +109,10 @@ def before_forward(
     if config._attn_implementation != NAME:
         return None
     tracing, called = torch.compiler.is_dynamo_compiling(), getattr(module, _CALL_INFO)
-    given = dict(zip(called.parameters, args, strict=False)) | kwargs
+    arguments = dict(zip(called.parameters, args, strict=False)) | kwargs
     # Models take this away from what they hand to their layers.
-    refuse_attention_weights(given.get("output_attentions", getattr(config, "output_attentions", False)))
-    packed = next((value for value in given.values() if _is_unchecked(value)), None)
+    refuse_attention_weights(arguments.get("output_attentions", getattr(config, "output_attentions", False)))
+    packed = next((value for value in arguments.values() if _is_unchecked(value)), None)
     changed: dict[str, Any] = {}
     if called.attends:
         if len(args) > len(called.parameters):
@@ -123,24 +123,24 @@ def before_forward(
             )
         # Dynamo traces the hooks of the compiled module separately; an assertion there would add a graph.
         if called.is_inner or not tracing:
-            _refuse_numbered_mask(given, tracing)
+            _refuse_numbered_mask(arguments, tracing)
         if packed is None:
-            packed = _mask_of_positions(called.takes_mask, given, tracing)
-            mask = _mask_of_whole_rows(given) if packed is None and called.hands_mask_on else packed
+            packed = _mask_of_positions(called.takes_mask, arguments, tracing)
+            mask = _mask_of_whole_rows(arguments) if packed is None and called.hands_mask_on else packed
             changed = {} if mask is None else {"attention_mask": mask}
     if packed is not None and (packed.is_packed or tracing):
         # Not checked in CUDA graphs and exports: the check cannot run the model there.
-        given |= changed
-        tokens = _tokens(given)
+        arguments |= changed
+        tokens = _tokens(arguments)
         rows, width = packed.shape[::2] if tokens is None else tokens.shape[:2]
-        arguments = describe(given, rows, width, with_tensors=not tracing)
+        described = describe(arguments, rows, width, with_tensors=not tracing)
         size = (1, TRACED_WIDTH) if tracing else (rows, width)
-        verdict = module._stof_check(arguments, *size)  # type: ignore[operator]
+        verdict = module._stof_check(described, *size)  # type: ignore[operator]
         if verdict.apart is None and not called.attends:
             return None  # the parts within it are checked in their turn
         if not verdict.apart:
             raise _not_apart(module, packed, verdict)
-        changed |= {name: value.after_check() for name, value in given.items() if _is_unchecked(value)}
+        changed |= {name: value.after_check() for name, value in arguments.items() if _is_unchecked(value)}
     if not changed:
         return None
     positional = tuple(changed.pop(name, value) for name, value in zip(called.parameters, args, strict=False))
@@ -158,17 +158,17 @@ def _not_apart(module: nn.Module, packed: ModelMask, verdict: Verdict) -> Unsupp
     return UnsupportedError(f"{type(module).__name__} cannot run packed sequences: {verdict.reason}. {advice}", {})
 
 
-def cache_of(given: Mapping[str, Any]) -> Any:
+def cache_of(arguments: Mapping[str, Any]) -> Any:
     """The cache among the named arguments of a model's call, None without one."""
-    return next((given[name] for name in _CACHE if given.get(name) is not None), None)
+    return next((arguments[name] for name in _CACHE if arguments.get(name) is not None), None)
 
 
 def _is_unchecked(value: object) -> bool:
     return isinstance(value, ModelMask) and value.is_packed and not value.checked
 
 
-def _tokens(given: dict[str, Any]) -> Tensor | None:
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+def _tokens(arguments: dict[str, Any]) -> Tensor | None:
+    tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
     return tokens if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
 
 
@@ -180,13 +180,13 @@ def _cannot_read(values: Tensor, tracing: bool) -> bool:
     return tracing or is_exporting() or (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _refuse_numbered_mask(given: dict[str, Any], tracing: bool) -> None:
+def _refuse_numbered_mask(arguments: dict[str, Any], tracing: bool) -> None:
     """Refuse padding masks with values above 1; compiled code raises an error when it runs."""
-    tokens = _tokens(given)
+    tokens = _tokens(arguments)
     if tokens is not None and tokens.shape[1] == 1:
         return  # a token of a generation, whose first call was looked at
     for name in ("attention_mask", "encoder_attention_mask"):
-        mask = given.get(name)
+        mask = arguments.get(name)
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.dtype == torch.bool:
             continue
         if tracing and not is_exporting():
@@ -196,22 +196,22 @@ def _refuse_numbered_mask(given: dict[str, Any], tracing: bool) -> None:
             raise UnsupportedError(_NUMBERED, {})
 
 
-def _mask_of_whole_rows(given: dict[str, Any]) -> ModelMask | None:
+def _mask_of_whole_rows(arguments: dict[str, Any]) -> ModelMask | None:
     """A mask that keeps everything, for a call without positions and padding; the model's own mask still applies.
 
     Without it, transformers looks for packed sequences in its default positions. Compiled code cannot look, and would
     evaluate a mask of every score, all true.
     """
-    tokens = _tokens(given)
-    if tokens is None or cache_of(given) is not None:
+    tokens = _tokens(arguments)
+    if tokens is None or cache_of(arguments) is not None:
         return None
-    if given.get("attention_mask") is not None or given.get("position_ids") is not None:
+    if arguments.get("attention_mask") is not None or arguments.get("position_ids") is not None:
         return None
     rows, width = tokens.shape[:2]
     return ModelMask(FULL, (rows, 1, width, width), includes_model_mask=False)
 
 
-def _mask_of_positions(takes_mask: bool, given: dict[str, Any], tracing: bool) -> ModelMask | None:
+def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: bool) -> ModelMask | None:
     """The mask of sequences whose positions begin anew within a row; None where none do.
 
     transformers looks for such positions only where a decoder is called without a mask and without a cache. In compiled
@@ -220,11 +220,11 @@ def _mask_of_positions(takes_mask: bool, given: dict[str, Any], tracing: bool) -
     Raises:
         UnsupportedError: such positions and a cache, or a model without an `attention_mask`.
     """
-    tokens, positions, valid = _tokens(given), given.get("position_ids"), given.get("attention_mask")
+    tokens, positions, valid = _tokens(arguments), arguments.get("position_ids"), arguments.get("attention_mask")
     if tokens is None or not isinstance(positions, Tensor):
         return None
     rows, width = tokens.shape[:2]
-    cache, graph = cache_of(given), _cannot_read(positions, tracing)
+    cache, graph = cache_of(arguments), _cannot_read(positions, tracing)
     if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1:
         return None
     if graph and (cache is not None or not takes_mask):
