@@ -133,7 +133,9 @@ class BlockWiseConfig:
 
 
 class Problem(NamedTuple):
-    """What every block-wise kernel reads of a call. A number that only some read would specialise the others.
+    """Numbers of a call that every block-wise kernel reads.
+
+    Not those that only some read: Triton compiles a kernel anew for each number that is 1 or a multiple of 16.
 
     Attributes:
         q_b, q_h, q_s: strides of batch entries, heads and rows of q; those of k and v count `BlockWiseConfig.unit`
