@@ -9,7 +9,7 @@ from stof.errors import UnfitLayoutError
 from stof.layout import bitmaps as bits
 
 # Kernels compute word offsets of bitmaps in 32 bits; a few bitmaps are added to those of the layout.
-_MOST_WORDS = 2**31 - 2**12
+MOST_WORDS = 2**31 - 2**12
 
 
 def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
@@ -18,7 +18,7 @@ def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:
     Raises:
         UnfitLayoutError: more than kernels can address.
     """
-    if len(bitmaps) * bitmaps.shape[1] * 4 >= _MOST_WORDS:
+    if len(bitmaps) * bitmaps.shape[1] * 4 >= MOST_WORDS:
         raise UnfitLayoutError(f"{len(bitmaps)} different bitmaps are more than 32-bit offsets reach")
     out = torch.zeros(max(1, len(bitmaps)), bitmaps.shape[1], 4, dtype=torch.int32, device=bitmaps.device)
     start = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.split_kv_merge import MAX_AND_SUM_SIZE
 from stof.kernels.hopper.tile_lists import TileLists
@@ -81,6 +82,10 @@ class DeviceWork:
         """The work of queries `[B, H, Sq, D]` for so many thread blocks; `heads_at_once` is `KernelConfig.side`."""
         batch, heads = q.shape[:2]
         pairs = batch * heads
+        if isinstance(lists, FilledTileLists):
+            count = pairs * lists.row_blocks
+            filled = lists.work_list(batch, heads, min(heads_at_once or pairs, pairs))
+            return DeviceWork(filled, count, count > blocks, 0, width)
         work = work_list(lists, batch, heads, blocks, min(heads_at_once or pairs, pairs))
         slots = 0 if lists.paired else chunk_slots(work)
         count = len(work) - 1

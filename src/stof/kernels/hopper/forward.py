@@ -11,6 +11,7 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_output
 from stof.kernels.hopper.binding import ROWS, DeviceWork, Window, like_lse, moving_call, multiprocessors, readable
 from stof.kernels.hopper.config import RUN, ForwardConfig, blocks_per_sm, out_tile_width, padded_width, q_stages
+from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TileLists
@@ -92,8 +93,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     has_score_mod = softcap > 0 or scale <= 0 or bias is not None
     if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
-    permuted, dynamic = lists.row_order.numel() > 0, lists.ranges.numel() > 0
-    refresh = _refresh_launch(work.work_list, lists) if dynamic else None
+    permuted, refreshed = lists.row_order.numel() > 0, lists.ranges.numel() > 0
+    refresh = _refresh_launch(work.work_list, lists) if refreshed else None
     # Rows of one residue: what lies past them is past the width, whatever stride a single row has.
     residues = (q.stride(2), out.stride(2)) if lists.row_step > 1 else (width, width)
     compiled_config = ForwardConfig(
@@ -111,7 +112,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         persistent=work.persistent,
         permuted=permuted,
         has_bias=bias is not None,
-        dynamic=dynamic,
+        dynamic=refreshed or isinstance(lists, FilledTileLists),
         skip_empty=work.persistent and not lists.paired and skips_empty_groups(q_len, lists.block_m),
         paired=lists.paired > 0,
         exact_tiles=1 if has_score_mod or width > 128 else lists.exact_tiles,

@@ -48,7 +48,7 @@ def device_layout(
     """
     if config.slab is not None:
         return None
-    which = _patterns(mask, q_len, kv_len, mask_dims)
+    which = pattern_numbers(mask, q_len, kv_len, mask_dims)
     tiles = -(-q_len // config.block_m) * -(-kv_len // config.block_n)
     while which and tiles * (max(which) + 1) <= MOST_TILES:
         entries = [which.index(n) for n in range(max(which) + 1)]
@@ -70,7 +70,7 @@ def device_layout(
     return None
 
 
-def _patterns(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -> list[int]:
+def pattern_numbers(mask: Mask, q_len: int, kv_len: int, mask_dims: tuple[int, int]) -> list[int]:
     """Number of the pattern of each batch entry and head, counted from 0 as they appear; empty without programs."""
     count = mask_dims[0] * mask_dims[1]
     if count == 1:

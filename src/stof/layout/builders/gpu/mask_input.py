@@ -152,6 +152,13 @@ class Source(NamedTuple):
         scores = (_SCORES_RUN, _SCORES_BYTES, _SCORES_QUADS)[self.kind]
         return min(block_m & -block_m, max(1, scores // columns))
 
+    def in_bytes(self) -> Source:
+        """The same, where a bool tensor is read byte by byte."""
+        if self.dense is None or self.kind != QUADS:
+            return self
+        strides = (*(stride * 16 for stride in self.strides[:3]), 1)
+        return self._replace(dense=self.dense.view(torch.uint8), kind=BYTES, strides=strides)
+
     def prepared(self, zeros: int, rest: int, results: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
         """What kernels start from, made without waiting for what the device does.
 

@@ -1,0 +1,193 @@
+"""The host's part of filling tile lists on the device: a kernel that counts, one wait, and kernels that write.
+
+Served are masks with a program (`stof.masks.gpu_program`) and bool tensors. Other lists are made of a `Layout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.kernels.bitmap_order import MOST_WORDS
+from stof.layout.builders.gpu.build import pattern_numbers
+from stof.layout.builders.gpu.input_forms import PROGRAM
+from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
+from stof.masks import Mask
+from stof.masks.gpu_program import Op
+
+# Tiles of a row block that one thread block handles, of programs and of bool tensors: to count them, and to write them.
+_COUNTED = {True: 128, False: 1}
+_WRITTEN = {True: 64, False: 4}
+# Most tiles, empty ones included: their codes take a byte each.
+_MOST_TILES = 2**26
+# Numbers that the host waits for.
+_RESULTS = 3
+# Tiles past the end, which kernels load ahead.
+SPARE_TILES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class FilledTiles:
+    """Tiles in the order in which kernels read them: `P` patterns with `R` row blocks each, `T` tiles.
+
+    Attributes:
+        pattern_of: int32 `[mask_batch, mask_heads]`.
+        row_block_ptr: int32 `[P * R + 1]`, tiles of row block n are `ptr[n] : ptr[n + 1]`, partial ones first.
+        partial_count: int32 `[P * R]`.
+        columns: int32 `[T + 3, width]`. Of width 1: the first column of each tile, which may be below 0. Else every
+            column, and where no row keeps it perhaps another of the mask's.
+        tile_bitmap: int32 `[T + 3]`, row of `bitmaps`.
+        bitmaps: int32 `[n, block_m, 4]`: nothing, everything, those of partial tiles; bit `2 j + b` of word `q` is
+            column `8 j + 2 q + b`.
+        tiles: T.
+        row_blocks: R.
+    """
+
+    pattern_of: Tensor
+    row_block_ptr: Tensor
+    partial_count: Tensor
+    columns: Tensor
+    tile_bitmap: Tensor
+    bitmaps: Tensor
+    tiles: int
+    row_blocks: int
+
+
+class TileFill:
+    """Filling the tiles of one mask in one tile size. The device counts while the host continues.
+
+    Args:
+        source: what the kernels read.
+        sizes: leading sizes of the mask.
+        which: the pattern of each batch entry and head.
+        lengths: q_len and kv_len.
+        block_m, block_n: sizes of tiles.
+        device: where the lists are.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sizes: tuple[int, int],
+        which: list[int],
+        lengths: tuple[int, int],
+        block_m: int,
+        block_n: int,
+        device: torch.device,
+    ) -> None:
+        self._source, self._which, self._sizes, self._device = source, which, sizes, device
+        self._block_m, self._block_n = block_m, block_n
+        self.row_blocks, self._columns = -(-lengths[0] // block_m), -(-lengths[1] // block_n)
+        self._blocks = source.patterns * self.row_blocks
+        self._is_program = source.kind == PROGRAM
+        seen_words = 0 if self._is_program else self._columns * (block_n // 32)
+        zeros = 2 * self._blocks + source.patterns * (2 + seen_words) + 1
+        rest = 2 * self._blocks + -(-self._blocks * self._columns // 4)
+        self._state, self._mailbox, first = source.prepared(zeros, rest, _RESULTS, device)
+        numbers = (self.row_blocks, self._columns, source.patterns, first, first + source.programs.first)
+        self._sized = (source.heads, *lengths, *numbers)
+        self._seen_words = seen_words
+        self._count(-(-lengths[1] // 1024) * source.patterns if self._is_program else 0)
+
+    def _count(self, key_groups: int) -> None:
+        from stof.kernels.fill import fill_kernels
+        from stof.runtime.launch import launch
+
+        source, group = self._source, _COUNTED[self._is_program]
+        groups = -(-self._columns // group)
+        tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
+        rows = source.rows_at_once(self._block_m, self._block_n)
+        launch(
+            fill_kernels.count_tiles, self._blocks * groups + key_groups, tensors,
+            (*source.strides, *self._sized, groups, self._seen_words),
+            (source.kind, self._block_m, self._block_n, rows, group), device=self._device,
+        )  # fmt: skip
+
+    def counts(self) -> tuple[int, int] | None:
+        """Wait for the numbers of tiles and of partial ones; None if later keys than the first unseen one are seen."""
+        self._mailbox.wait(_RESULTS, self._device)
+        tiles, partial, later_seen = (number - 1 for number in self._mailbox.read(_RESULTS))
+        most_words = (partial + 2) * self._block_m * 4
+        return None if later_seen or most_words >= MOST_WORDS else (tiles, partial)
+
+    def write(self, tiles: int, partial: int, every_column: bool) -> FilledTiles:
+        """Write the lists.
+
+        Args:
+            tiles, partial: of `counts`.
+            every_column: whether `FilledTiles.columns` lists every column of a tile.
+        """
+        from stof.kernels.fill import fill_kernels
+        from stof.runtime.launch import launch
+
+        device, block_m, block_n = self._device, self._block_m, self._block_n
+        width = block_n if every_column else 1
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        if self._source.patterns == 1:
+            pattern_of = empty(*self._sizes)
+        else:
+            numbers = torch.tensor(self._which, dtype=torch.int32, device="cpu").view(self._sizes)
+            pattern_of = numbers.to(device, non_blocking=True)
+        filled = FilledTiles(
+            pattern_of, empty(self._blocks + 1), empty(self._blocks), empty(tiles + SPARE_TILES, width),
+            empty(tiles + SPARE_TILES), empty(partial + 2, block_m, 4), tiles, self.row_blocks,
+        )  # fmt: skip
+        source = self._source.in_bytes()
+        group = _WRITTEN[self._is_program]
+        groups = -(-self._columns // group)
+        tensors = (
+            self._state if source.dense is None else source.dense, self._state, filled.pattern_of,
+            filled.row_block_ptr, filled.partial_count, filled.columns, filled.tile_bitmap, filled.bitmaps,
+        )  # fmt: skip
+        rows = source.rows_at_once(block_m, block_n)
+        launch(
+            fill_kernels.write_tiles, self._blocks * groups + 1, tensors,
+            (*source.strides, *self._sized, groups, self._seen_words, tiles, pattern_of.numel()),
+            (source.kind, block_m, block_n, rows, group, width), device=device,
+        )  # fmt: skip
+        return filled
+
+
+@on_device
+def start_fill(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    mask_dims: tuple[int, int],
+    block_m: int,
+    block_n: int,
+    *,
+    device: torch.device,
+) -> TileFill | None:
+    """Begin to fill the tiles of a mask; None where the kernels do not serve it.
+
+    Args:
+        mask, q_len, kv_len: as for `build_layout`, already checked.
+        mask_dims: as `Mask.dims` gives them.
+        block_m, block_n: sizes of tiles, powers of two; `block_n` is 32, 64 or 128.
+        device: where the lists are to be, and where the mask's tensors are.
+    """
+    which = pattern_numbers(mask, q_len, kv_len, mask_dims)
+    if not which or block_n % 32:
+        return None
+    patterns = max(which) + 1
+    if patterns * -(-q_len // block_m) * -(-kv_len // block_n) > _MOST_TILES:
+        return None
+    entries = [which.index(n) for n in range(patterns)]
+    source = source_of(mask, q_len, kv_len, mask_dims[1], entries, device)
+    if source is None or (source.kind == PROGRAM and _maps_ranges(source)):
+        return None
+    return TileFill(source, mask_dims, which, (q_len, kv_len), block_m, block_n, device)
+
+
+def _maps_ranges(source: Source) -> bool:
+    """Whether programs begin by mapping positions: their keys are looked at in aligned words only."""
+    numbers, first = source.programs.numbers, source.programs.first
+    return numbers[numbers[first]] > 0 and numbers[numbers[first] + 1] >= Op.QUERY_IN_RANGES
+
+

@@ -1,0 +1,71 @@
+"""Tile lists of the Hopper kernel that are filled on the device, their work list included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stof.kernels.config import KernelConfig
+from stof.kernels.fill.tiles import FilledTiles
+from stof.kernels.hopper.prepare import PreparedTiles
+from stof.kernels.hopper.tile_lists import TILE_ITEM, TileLists
+from stof.kernels.hopper.tile_scheduler import WORK_SIZE
+
+
+@dataclass(frozen=True, eq=False)
+class FilledTileLists(TileLists):
+    """Contiguous tiles of row blocks that are not split; items are on the device alone.
+
+    Attributes:
+        row_block_ptr, partial_count, row_blocks: as in `FilledTiles`.
+    """
+
+    row_block_ptr: Tensor | None = None
+    partial_count: Tensor | None = None
+    row_blocks: int = 0
+
+    def work_list(self, batch: int, heads: int, heads_at_once: int) -> Tensor:
+        """The work tiles of a call, int32 `[W + 1, WORK_SIZE]`, as `tile_scheduler.work_list` lists them."""
+        from stof.kernels.fill import fill_kernels
+        from stof.runtime.launch import launch
+
+        assert self.row_block_ptr is not None and self.partial_count is not None
+        device = self.row_block_ptr.device
+        work = torch.empty((batch * heads * self.row_blocks + 1, WORK_SIZE), dtype=torch.int32, device=device)
+        patterns = len(self.partial_count) // self.row_blocks
+        tensors = (self.pattern_of, self.row_block_ptr, self.partial_count, self.tile_columns, self.tile_bitmap, work)
+        tiles = len(self.tile_bitmap) - 3
+        sizes = (self.row_blocks, patterns, *self.pattern_of.shape, batch, heads, heads_at_once, tiles)
+        launch(fill_kernels.write_work, len(self.partial_count) + 1, tensors, sizes, (), device=device)
+        return work
+
+
+def prepare_filled(filled: FilledTiles, lengths: tuple[int, int], block_n: int, config: KernelConfig) -> PreparedTiles:
+    """The lists of filled tiles of width 1, for the kernel's general form: any mask may have tiles of both kinds."""
+    empty = filled.pattern_of.new_empty(0)
+    lists = FilledTileLists(
+        pattern_of=filled.pattern_of,
+        items=torch.empty((0, TILE_ITEM.bitmap + 1), dtype=torch.int32, device="cpu"),
+        item_ptr=torch.empty(0, dtype=torch.int32, device="cpu"),
+        tile_columns=filled.columns,
+        tile_bitmap=filled.tile_bitmap,
+        bitmaps=filled.bitmaps,
+        row_order=empty,
+        ranges=empty,
+        compacted_keys=empty,
+        block_m=filled.bitmaps.shape[1],
+        block_n=block_n,
+        q_len=lengths[0],
+        kv_len=lengths[1],
+        slab=0,
+        row_step=1,
+        column_step=1,
+        chunks=0,
+        has_full=1,
+        row_block_ptr=filled.row_block_ptr,
+        partial_count=filled.partial_count,
+        row_blocks=filled.row_blocks,
+    )
+    return PreparedTiles(lists, config)
