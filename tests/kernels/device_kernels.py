@@ -73,6 +73,27 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         rows = reader.rows_at_once(survey._ROWS, 256)
         yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
+    yield from _list_kernels(kinds)
+
+
+def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that fill tile lists."""
+    from stof.kernels.fill import fill_kernels, tiles
+    from stof.layout.builders.gpu import mask_input as source
+
+    ints, i = "*i32", "i32"
+    for read, kind in kinds:
+        is_program = kind == source.PROGRAM
+        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
+            sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
+            yield fill_kernels.count_tiles, [read, ints, ints, *[i] * 14, *sizes, tiles.COUNTED[is_program]], {}
+            for width in (1, block_n) if kind != source.QUADS else ():
+                constants = [*sizes, tiles.WRITTEN[is_program], width]
+                yield fill_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
+    yield fill_kernels.find_unseen_keys, [ints, *[i] * 6], {}
+    yield fill_kernels.write_items, [ints, ints, i, i], {}
+    yield fill_kernels.write_work, [*[ints] * 6, *[i] * 8], {}
 
 
 def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:

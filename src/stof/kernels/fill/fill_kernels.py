@@ -3,8 +3,8 @@
 Tiles are contiguous and aligned, rows keep their order, no row block is split, and each partial tile has a bitmap. Bitmap
 0 keeps nothing and bitmap 1 everything. After `count_tiles`, the host reads how much memory the lists take.
 
-Attention kernels must not read keys that no query sees: their values may be anything. `count_tiles` finds the number of
-keys that come before the first unseen one, `seen` of a pattern, and verifies that all later keys are unseen too. A tile
+Attention kernels must not read keys that no query sees: their values may be anything. The number of keys that come
+before the first unseen one is `seen` of a pattern; later keys must be unseen too. A tile
 that would reach past `seen` is moved back to end there. The columns that it then shares with the tile before it are in
 none of its bits.
 """
@@ -24,11 +24,12 @@ from stof.layout.builders.gpu.tile_bits import PROGRAM, QUADS, SIZES, bits_of, s
 # Codes of tiles.
 _EMPTY, _PARTIAL, _FULL = (tl.constexpr(code) for code in range(3))
 # Row blocks, tiles of a row block, keys and words of keys that are handled together.
-_CHUNK = tl.constexpr(1024)
+KEYS = 1024
+_CHUNK = tl.constexpr(KEYS)
 # Bitmaps that come before those of partial tiles.
 _NOTHING, _EVERYTHING, _KNOWN = (tl.constexpr(bitmap) for bitmap in range(3))
-# Queries that are asked together.
-_QUERIES = tl.constexpr(64)
+# Queries of which one sees most keys, see `find_unseen_keys`.
+_WITNESSES = tl.constexpr(3)
 # (Batch entry, head) pairs whose work tiles are written together.
 _PAIRS = tl.constexpr(32)
 (
@@ -62,6 +63,66 @@ def _state_pointers(state_ptr, blocks, patterns, columns, seen_words):
     return unseen_ptr, done_ptr, seen_ptr, begin_ptr, code_ptr
 
 
+@triton.jit(do_not_specialize=["blocks", "patterns", "first_number", "first_start", "q_len", "kv_len"])
+@no_type_check
+def find_unseen_keys(state_ptr, blocks, patterns, first_number, first_start, q_len, kv_len):
+    """Find the keys that no query sees among some keys of a pattern, for masks with programs.
+
+    Most keys are seen by one of three queries: the nearest one, where both sequences begin or where they end together,
+    or the first. Where one is not, all queries are asked for the 32 keys around it.
+    """
+    unseen_ptr = state_ptr + 2 * blocks
+    numbers_ptr = state_ptr + first_number
+    key_groups = (kv_len + _CHUNK - 1) // _CHUNK
+    pattern = tl.program_id(0) // key_groups
+    first_key = tl.program_id(0) % key_groups * _CHUNK
+    lane = tl.arange(0, _CHUNK)
+    key = first_key + lane
+    start = tl.load(state_ptr + first_start + pattern).to(tl.int64)
+    unseen = key < kv_len
+    words = tl.arange(0, _CHUNK // 32)
+    seen_words = words * 0
+    row_groups = (q_len + _CHUNK - 1) // _CHUNK
+    steps = _WITNESSES + 0
+    step = 0
+    word = 0
+    # One loop for both questions: the code that runs programs takes seconds to compile for each call.
+    while step < steps:
+        if step >= _WITNESSES:
+            word = (step - _WITNESSES) // row_groups
+            first_row = (step - _WITNESSES) % row_groups * _CHUNK
+        else:
+            first_row = 0
+        nearest = tl.minimum(tl.maximum(key + tl.where(step == 0, 0, q_len - kv_len), 0), q_len - 1)
+        q = tl.where(step < 2, nearest, tl.where(step == 2, 0, tl.minimum(first_row + lane, q_len - 1)))
+        kv = tl.where(step < _WITNESSES, tl.minimum(key, kv_len - 1), first_key + word * 32)
+        asked = tl.sum((unseen & (lane // 32 == word)).to(tl.int32), 0)
+        if (step < _WITNESSES) | (asked != 0):
+            bits = program_bits(numbers_ptr, start, q[:, None], kv[:, None])
+            if step < _WITNESSES:
+                unseen = unseen & (tl.sum(bits & 1, 1) == 0)
+            else:
+                some = tl.sum(tl.reduce(bits, 0, _either), 0)
+                seen_words = tl.where(words == word, seen_words | some, seen_words)
+        step += 1
+        if step == _WITNESSES:
+            steps += tl.where(tl.max(unseen.to(tl.int32), 0) > 0, (_CHUNK // 32) * row_groups, 0)
+    bits = tl.reshape((seen_words[:, None] >> tl.arange(0, 32)[None, :]) & 1, (_CHUNK,))
+    unseen = unseen & (bits == 0)
+    # Of all unseen keys the first has most keys from it on.
+    most = tl.max(tl.where(unseen, kv_len - key, 0), 0)
+    if most > 0:
+        tl.atomic_max(unseen_ptr + pattern, most, sem="relaxed")
+    end_of_seen = tl.max(tl.where((key < kv_len) & ~unseen, key + 1, 0), 0)
+    tl.atomic_max(unseen_ptr + patterns + pattern, end_of_seen, sem="relaxed")
+
+
+@triton.jit
+@no_type_check
+def _either(words, other_words):
+    return words | other_words
+
+
 @triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words"])
 @no_type_check
 def count_tiles(
@@ -88,70 +149,58 @@ def count_tiles(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Write the codes of a group of tiles of a row block; for programs, further thread blocks look for unseen keys.
+    """Write the codes of a group of tiles of a row block.
 
     A tile of a program that may keep something, and not certainly everything, is partial. The last thread block adds
     up.
     """
     pid = tl.program_id(0)
     blocks = patterns * row_blocks
-    unseen_ptr, done_ptr, seen_ptr, _, code_ptr = _state_pointers(state_ptr, blocks, patterns, columns, seen_words)
+    _, done_ptr, seen_ptr, _, code_ptr = _state_pointers(state_ptr, blocks, patterns, columns, seen_words)
     if SOURCE == PROGRAM:
         source_ptr = state_ptr + first_number
-    if pid < blocks * groups:
-        block = pid // groups
-        first_column = pid % groups * GROUP
-        q0 = block % row_blocks * BLOCK_M
-        start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
-        if SOURCE == PROGRAM:
-            column = first_column + tl.arange(0, GROUP)
-            exists = column < columns
-            kv0 = tl.minimum(column, columns - 1) * BLOCK_N
-            last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
-            last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
-            nothing, everything = program_bounds(source_ptr, start, q0, last_row, kv0, last_column)
-            full = exists & (everything != 0) & (kv0 + BLOCK_N <= kv_len)
-            partial = exists & (nothing == 0) & ~full
-            code = tl.where(full, _FULL, tl.where(partial, _PARTIAL, _EMPTY))
-            tl.store(code_ptr + block.to(tl.int64) * columns + column, code.to(tl.int8), mask=exists)
-            partial_tiles = tl.sum(partial.to(tl.int32), 0)
-            full_tiles = tl.sum(full.to(tl.int32), 0)
-        else:
-            tl.static_assert(GROUP == 1)
-            seen_ptr += block // row_blocks * seen_words + first_column * (BLOCK_N // 32)
-            some, full = _read_tile(
-                source_ptr, start, stride_q, stride_k, q0, first_column, q_len, kv_len, seen_ptr,
-                SOURCE, BLOCK_M, BLOCK_N, ROWS,
-            )  # fmt: skip
-            full_tiles = some & full
-            partial_tiles = some - full_tiles
-            code = some + full_tiles
-            tl.store(code_ptr + block.to(tl.int64) * columns + first_column, code.to(tl.int8))
-        if partial_tiles != 0:
-            tl.atomic_add(state_ptr + block, partial_tiles, sem="relaxed")
-        if full_tiles != 0:
-            tl.atomic_add(state_ptr + blocks + block, full_tiles, sem="relaxed")
-    elif SOURCE == PROGRAM:
-        _find_unseen(source_ptr, state_ptr + first_start, unseen_ptr, patterns, pid - blocks * groups, q_len, kv_len)
+    block = pid // groups
+    first_column = pid % groups * GROUP
+    q0 = block % row_blocks * BLOCK_M
+    start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
+    if SOURCE == PROGRAM:
+        column = first_column + tl.arange(0, GROUP)
+        exists = column < columns
+        kv0 = tl.minimum(column, columns - 1) * BLOCK_N
+        last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
+        last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
+        nothing, everything = program_bounds(source_ptr, start, q0, last_row, kv0, last_column)
+        full = exists & (everything != 0) & (kv0 + BLOCK_N <= kv_len)
+        partial = exists & (nothing == 0) & ~full
+        code = tl.where(full, _FULL, tl.where(partial, _PARTIAL, _EMPTY))
+        tl.store(code_ptr + block.to(tl.int64) * columns + column, code.to(tl.int8), mask=exists)
+        partial_tiles = tl.sum(partial.to(tl.int32), 0)
+        full_tiles = tl.sum(full.to(tl.int32), 0)
+    else:
+        tl.static_assert(GROUP == 1)
+        seen_ptr += block // row_blocks * seen_words + first_column * (BLOCK_N // 32)
+        some, full = _read_tile(
+            source_ptr, start, stride_q, stride_k, q0, first_column, q_len, kv_len, seen_ptr,
+            SOURCE, BLOCK_M, BLOCK_N, ROWS,
+        )  # fmt: skip
+        full_tiles = some & full
+        partial_tiles = some - full_tiles
+        code = some + full_tiles
+        tl.store(code_ptr + block.to(tl.int64) * columns + first_column, code.to(tl.int8))
+    if partial_tiles != 0:
+        tl.atomic_add(state_ptr + block, partial_tiles, sem="relaxed")
+    if full_tiles != 0:
+        tl.atomic_add(state_ptr + blocks + block, full_tiles, sem="relaxed")
     # The barrier orders what all threads have written before the count.
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1) == tl.num_programs(0) - 1:
-        _add_up(
-            state_ptr, mailbox_ptr, source_ptr, q_len, kv_len, row_blocks, columns, patterns, first_start, seen_words,
-            SOURCE,
-        )  # fmt: skip
+        _add_up(state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, SOURCE)
 
 
 @triton.jit
 @no_type_check
 def _any_and_all(some, lacks, other_some, other_lacks):
     return some | other_some, lacks | other_lacks
-
-
-@triton.jit
-@no_type_check
-def _either(words, other_words):
-    return words | other_words
 
 
 @triton.jit
@@ -182,51 +231,7 @@ def _read_tile(
 
 @triton.jit
 @no_type_check
-def _find_unseen(numbers_ptr, starts_ptr, unseen_ptr, patterns, number, q_len, kv_len):
-    """Find the keys that no query sees among some.
-
-    Most keys are seen by one of three queries: the nearest one, where both sequences begin or where they end together,
-    or the first. Only where a key is not, all queries are asked.
-    """
-    key_groups = (kv_len + _CHUNK - 1) // _CHUNK
-    pattern = number // key_groups
-    key = number % key_groups * _CHUNK + tl.arange(0, _CHUNK)
-    j = tl.minimum(key, kv_len - 1)[:, None]
-    start = tl.load(starts_ptr + pattern).to(tl.int64)
-    kept = program_bits(numbers_ptr, start, tl.minimum(j, q_len - 1), j)
-    lower_right = tl.minimum(tl.maximum(j + (q_len - kv_len), 0), q_len - 1)
-    kept |= program_bits(numbers_ptr, start, lower_right, j)
-    kept |= program_bits(numbers_ptr, start, j * 0, j)
-    unseen = (key < kv_len) & (tl.sum(kept & 1, 1) == 0)
-    # Of all unseen keys the first has most keys from it on.
-    most = tl.max(tl.where(unseen, kv_len - key, 0), 0)
-    if most > 0:
-        seen = tl.zeros([_CHUNK // 32], tl.int32)
-        word = number % key_groups * _CHUNK + tl.arange(0, _CHUNK // 32) * 32
-        kv = tl.minimum(word, (kv_len - 1) // 32 * 32)[None, :]  # programs know no positions far past the end
-        low = tl.full([1], kv_len, tl.int32) - most
-        high = low * 0 + tl.max(tl.minimum(key, kv_len - 1), 0)
-        for q0 in range(0, q_len, _QUERIES):
-            last_row = tl.minimum(q0 + _QUERIES, q_len) - 1
-            nothing, _ = program_bounds(numbers_ptr, start, q0, last_row, low, high)
-            if tl.max(nothing, 0) == 0:
-                q = tl.minimum(q0 + tl.arange(0, _QUERIES), last_row)[:, None]
-                seen |= tl.reduce(program_bits(numbers_ptr, start, q, kv), 0, _either)
-        bits = tl.reshape((seen[:, None] >> tl.arange(0, 32)[None, :]) & 1, (_CHUNK,))
-        unseen = unseen & (bits == 0)
-        most = tl.max(tl.where(unseen, kv_len - key, 0), 0)
-        if most > 0:
-            tl.atomic_max(unseen_ptr + pattern, most, sem="relaxed")
-    end_of_seen = tl.max(tl.where((key < kv_len) & ~unseen, key + 1, 0), 0)
-    tl.atomic_max(unseen_ptr + patterns + pattern, end_of_seen, sem="relaxed")
-
-
-@triton.jit
-@no_type_check
-def _add_up(
-    state_ptr, mailbox_ptr, source_ptr, q_len, kv_len, row_blocks, columns, patterns, first_start, seen_words,
-    SOURCE: tl.constexpr,
-):  # fmt: skip
+def _add_up(state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, SOURCE: tl.constexpr):
     """Where the tiles of each row block begin, and what the host waits for."""
     blocks = patterns * row_blocks
     unseen_ptr, _, seen_ptr, begin_ptr, _ = _state_pointers(state_ptr, blocks, patterns, columns, seen_words)

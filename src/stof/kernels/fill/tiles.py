@@ -18,8 +18,8 @@ from stof.masks import Mask
 from stof.masks.gpu_program import Op
 
 # Tiles of a row block that one thread block handles, of programs and of bool tensors: to count them, and to write them.
-_COUNTED = {True: 128, False: 1}
-_WRITTEN = {True: 64, False: 4}
+COUNTED = {True: 128, False: 1}
+WRITTEN = {True: 64, False: 4}
 # Most tiles, empty ones included: their codes take a byte each.
 _MOST_TILES = 2**26
 # Numbers that the host waits for.
@@ -89,20 +89,25 @@ class TileFill:
         numbers = (self.row_blocks, self._columns, source.patterns, first, first + source.programs.first)
         self._sized = (source.heads, *lengths, *numbers)
         self._seen_words = seen_words
-        self._count(-(-lengths[1] // 1024) * source.patterns if self._is_program else 0)
+        self._count()
 
-    def _count(self, key_groups: int) -> None:
+    def _count(self) -> None:
         from stof.kernels.fill import fill_kernels
         from stof.runtime.launch import launch
 
-        source, group = self._source, _COUNTED[self._is_program]
+        source, group, device = self._source, COUNTED[self._is_program], self._device
+        _, q_len, kv_len, _, _, _, *firsts = self._sized
+        if self._is_program:
+            programs = source.patterns * -(-kv_len // fill_kernels.KEYS)
+            sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
+            launch(fill_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device)
         groups = -(-self._columns // group)
         tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
         rows = source.rows_at_once(self._block_m, self._block_n)
         launch(
-            fill_kernels.count_tiles, self._blocks * groups + key_groups, tensors,
+            fill_kernels.count_tiles, self._blocks * groups, tensors,
             (*source.strides, *self._sized, groups, self._seen_words),
-            (source.kind, self._block_m, self._block_n, rows, group), device=self._device,
+            (source.kind, self._block_m, self._block_n, rows, group), device=device,
         )  # fmt: skip
 
     def counts(self) -> tuple[int, int] | None:
@@ -138,7 +143,7 @@ class TileFill:
             empty(tiles + SPARE_TILES), empty(partial + 2, block_m, 4), tiles, self.row_blocks,
         )  # fmt: skip
         source = self._source.in_bytes()
-        group = _WRITTEN[self._is_program]
+        group = WRITTEN[self._is_program]
         groups = -(-self._columns // group)
         tensors = (
             self._state if source.dense is None else source.dense, self._state, filled.pattern_of,
