@@ -25,6 +25,10 @@ from stof.runtime.private import (
     without_encoding,
 )
 
+# Compiled kernels by everything they may be compiled for, with the encoded tensor maps of their windows: a launch under
+# another mask, whose tensors alone differ, neither binds nor encodes anew.
+_shared: dict[tuple[Any, ...], tuple[Launcher, _EncodedMaps | None]] = {}
+_MOST_SHARED = 1024
 # Encoded tensor maps that a launch keeps for each of its windows, one for each address of a tensor.
 _MOST_ENCODED = 64
 
@@ -45,6 +49,10 @@ class TensorWindow(Protocol):
     """Makes the tensor map of a call's tensor; shape, strides and dtype are the same in every call."""
 
     def at(self, tensor: Tensor) -> TensorMap: ...
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for windows with equal maps of equal tensors."""
+        ...
 
 
 class Launch:
@@ -110,9 +118,18 @@ class Launch:
             KernelError: the kernel does not compile for this device, or needs more shared memory than it has.
         """
         launcher = self._launcher
-        if launcher is None:
+        if launcher is None and self.device.type != "cuda":  # Triton's interpreter
             self._launch_jit(tensors, bases)
             return
+        if launcher is None:
+            key = self._compiled_for(tensors, bases)
+            shared = _shared.get(key)
+            if shared is None or not self._static_aligned:
+                self._launch_jit(tensors, bases)
+                self._share(key)
+                return
+            launcher, self._encoded = shared
+            self._keep(launcher)
         pointers = [t.data_ptr() for t in tensors]
         low = 0
         for pointer in pointers:
@@ -132,6 +149,28 @@ class Launch:
             None, None, None, *encoded, *pointers, *self._passed,
         )  # fmt: skip
 
+    def _compiled_for(self, tensors: tuple[Tensor, ...], bases: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Everything but addresses: two launches with equal keys run the same machine code."""
+        kinds = [t.dtype for t in (*tensors, *self._held, *bases)]
+        windows = [None if w is None else w.key() for w in self.windows]
+        groups = [len(x) if isinstance(x, tuple) else 0 for x in self.tensors]
+        numbers = [(type(x), x) for x in self.rest]  # 1, 1.0 and True are equal, and compiled differently
+        options = tuple(self.options.items())
+        return self.kernel, self.device, options, len(tensors), *kinds, *windows, *groups, *numbers
+
+    def _share(self, key: tuple[Any, ...]) -> None:
+        """Keep the compiled kernel for launches with this key; not one that was compiled for unaligned tensors."""
+        if self._launcher is not None:
+            if len(_shared) >= _MOST_SHARED:
+                _shared.clear()
+            _shared[key] = self._launcher, self._encoded
+
+    def _keep(self, launcher: Launcher) -> None:
+        """Launch this compiled kernel from now on."""
+        fixed = (*self._pointers, *self.rest)
+        self._passed = tuple(passed(launcher.kinds[len(launcher.kinds) - len(fixed) :], fixed))
+        self._launcher = launcher
+
     def maps(self, bases: tuple[Tensor, ...]) -> tuple[TensorMap | None, ...]:
         """Return the tensor maps of a call, None where there is no window."""
         return tuple([None if w is None else w.at(base) for w, base in zip(self.windows, bases, strict=True)])
@@ -147,14 +186,12 @@ class Launch:
             compiled = _launch_jit(self.kernel, self.grid, arguments, self.options)
         if self._static_aligned and not any(t.data_ptr() % 16 for t in tensors):
             launcher = launcher_of(compiled)
-            fixed = (*self._pointers, *self.rest)
-            self._passed = tuple(passed(launcher.kinds[len(launcher.kinds) - len(fixed) :], fixed))
             if self.windows:
                 run, metadata = without_encoding(launcher.run)
                 if metadata is not None:
                     launcher = launcher._replace(run=run)
                     self._encoded = _EncodedMaps(self.windows, metadata)
-            self._launcher = launcher
+            self._keep(launcher)
 
 
 # Kernels of `launch`, compiled for aligned tensors, by name, constants and device.

@@ -48,6 +48,9 @@ class Window(NamedTuple):
         strides[2] *= step
         return Window([batch, heads, length // step, inner], [*strides, 1], [1, 1, rows, width])
 
+    def key(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.shape), tuple(self.strides), tuple(self.block_shape)
+
     def at(self, tensor: Tensor) -> TensorMap:
         """These boxes of a tensor with the same shape and strides."""
         return TensorMap(tensor, self.shape, self.strides, self.block_shape, _SWIZZLED[tensor.element_size()])
