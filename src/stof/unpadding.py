@@ -131,8 +131,8 @@ def _documents(rows: list[list[int]], width: int) -> Mask:
     """The document mask of rows of sequence lengths; rows shorter than `width` end in padding."""
     if len(rows) == 1:
         return documents(cu_seqlens=list(accumulate(rows[0], initial=0)))
-    ids = [[number for number, length in enumerate(row) for _ in range(length)] for row in rows]
-    return documents([row + [-1] * (width - len(row)) for row in ids])
+    ids = [[*range(len(row)), -1] for row in rows]
+    return documents(ids, cu_seqlens=[[*accumulate(row, initial=0), width] for row in rows])
 
 
 def _repeated(values: Tensor, counts: Tensor, total: int) -> Tensor:

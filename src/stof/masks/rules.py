@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -279,7 +280,7 @@ class Documents(PerSequence):
 
     @functools.cached_property
     def length(self) -> int:
-        return sum(length for _, length in self.runs[0])
+        return sum(map(operator.itemgetter(1), self.runs[0]))
 
     @property
     def has_monotonic_ranges(self) -> bool:
@@ -342,13 +343,13 @@ class Documents(PerSequence):
         return (q_doc == kv_doc) & (q_doc >= 0)
 
     def __repr__(self) -> str:
-        """Cumulative lengths where the documents are numbered in order, else one id per token."""
-        ordered = all(tuple(doc for doc, _ in runs) == tuple(range(len(runs))) for runs in self.runs)
-        if ordered:
-            shown = [(0, *itertools.accumulate(length for _, length in runs)) for runs in self.runs]
-            return f"documents(cu_seqlens={_show(shown[0] if len(shown) == 1 else tuple(shown))})"
-        ids = [tuple(doc for doc, length in runs for _ in range(length)) for runs in self.runs]
-        return f"documents({_show(ids[0] if len(ids) == 1 else tuple(ids))})"
+        """Cumulative lengths, and where the documents are not numbered in order, their ids."""
+        columns = [tuple(zip(*runs, strict=True)) for runs in self.runs]
+        ids = [list(numbers) for numbers, _ in columns]
+        ends = [[0, *itertools.accumulate(lengths)] for _, lengths in columns]
+        ordered = all(numbers == list(range(len(numbers))) for numbers in ids)
+        shown_ids, shown_ends = (rows[0] if len(rows) == 1 else rows for rows in (ids, ends))
+        return f"documents({'' if ordered else f'{shown_ids}, '}cu_seqlens={shown_ends})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
