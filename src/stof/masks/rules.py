@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -47,7 +48,8 @@ class PerSequence(Rule):
         return len(getattr(self, self.per_sequence))
 
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        del mask_batch, mask_heads
+        if self.batch == 1:
+            return super().pattern_ids(mask_batch, mask_heads)
         return numbered(getattr(self, self.per_sequence))[:, None]
 
 
@@ -55,6 +57,12 @@ def _show(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_show, value)) + "]"
     return repr(value)
+
+
+def are_distinct(ids: Sequence[int]) -> bool:
+    """Whether each document is one run, by the ids of the runs; negative ones are padding."""
+    seen = ids if min(ids) >= 0 else [doc for doc in ids if doc >= 0]
+    return len(set(seen)) == len(seen)
 
 
 def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
@@ -307,8 +315,7 @@ class Documents(PerSequence):
     @functools.cached_property
     def _contiguous(self) -> bool:
         """Whether every document is one run; else its parts see each other across other documents."""
-        ids = ([doc for doc, _ in runs if doc >= 0] for runs in self.runs)
-        return all(len(set(numbers)) == len(numbers) for numbers in ids)
+        return all(are_distinct([doc for doc, _ in runs]) for runs in self.runs)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         """Which runs the ends of a rectangle's ranges lie in."""

@@ -190,7 +190,7 @@ class Plan(Numbered):
                 # Tiles of 256 x 256 are the fewest any layout can have: too many of these are refused now.
                 check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), LayoutConfig(256, 256))
                 call_sizes = call_sizes_of(mask, sizes)
-                return Plan(repr(mask), lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
+                return Plan(mask.key, lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
             choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
             layout = outside_graph_pool(
                 device,
