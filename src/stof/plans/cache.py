@@ -46,7 +46,7 @@ class PlanCache:
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
         self._lock = ForkSafeLock()
-        # Bytes of each plan when it was last measured, the longest ago first; plans that were used since may have grown.
+        # Bytes of each plan when it was measured, the longest ago first. Plans that were used since may have grown.
         self._bytes: OrderedDict[Hashable, int] = OrderedDict()
         self._used: set[Hashable] = set()
         self._hits = self._misses = 0

@@ -27,7 +27,7 @@ from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import present
-from stof.runtime.memory import capturing, outside_graph_pool, refuse_capture, tensors_on_host
+from stof.runtime.memory import capturing, made_for_calls, outside_graph_pool, refuse_capture, tensors_on_host
 from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,
@@ -313,8 +313,7 @@ class Plan(Numbered):
         choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         prepared = self._prepared.get(choice)
         if prepared is None:
-            # `outside_graph_pool` synchronises, so calls on other streams may read the result at once.
-            prepared = self._prepared[choice] = outside_graph_pool(self.device, partial(self._prepare, choice))
+            prepared = self._prepared[choice] = made_for_calls(self.device, partial(self._prepare, choice))
         return prepared
 
     def _prepare(self, choice: KernelChoice) -> Any:
