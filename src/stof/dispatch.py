@@ -18,7 +18,7 @@ from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.plans.backward import gradients_of
 from stof.plans.make import cached_plan, make_sized_plan
 from stof.plans.plan import Plan
-from stof.runtime.memory import outside_graph_pool, refuse_values
+from stof.runtime.memory import made_for_calls, refuse_values
 from stof.runtime.private import past_modes
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import with_four_dims
@@ -92,7 +92,7 @@ def run_call(
             if choice.widened:
                 operands, bound_options = _widened(q, k, v, scales), options._replace(scales=())
             implemented = IMPLEMENTATIONS[choice.implementation]
-            bound = outside_graph_pool(q.device, partial(implemented.bind, *operands, prepared, bound_options))
+            bound = made_for_calls(q.device, partial(implemented.bind, *operands, prepared, bound_options))
             if choice.widened:
                 bound = partial(_widened_call, bound)
             results = bound(q, k, v, bias, sinks, *scales, **seed_argument(options.seed))
@@ -260,7 +260,7 @@ def run_backward(
         assert backward is not None
         try:
             bind = partial(backward.bind, q, k, v, out, d_out, d_lse, gradients.prepared(name, tiling), options, needs)
-            bound = outside_graph_pool(q.device, bind)
+            bound = made_for_calls(q.device, bind)
             computed = bound(*tensors)
         except KernelError as error:
             gradients.reject(name, tiling, error)

@@ -76,22 +76,25 @@ def unpad(valid: Tensor, *, max_tokens: int | None = None, first_position: int =
     """
     if isinstance(first_position, bool) or not isinstance(first_position, int) or first_position < 0:
         raise ArgumentError(f"first_position is an int >= 0, got {shown(first_position)}")
-    lengths: list[int] = valid.sum(1).tolist()
+    counts = valid.sum(1)
+    lengths: list[int] = counts.tolist()  # waits for the device; nothing below does in one row
     if not any(lengths):
         raise ShapeError("the attention mask marks no token; there is nothing to pack")
     rows = _rows_of_sequences(lengths, max_tokens)
     width = max(sum(lengths[sequence] for sequence in row) for row in rows)
-    source = valid.flatten().nonzero()[:, 0]  # sequences in order, tokens in order
-    starts = [0] * len(lengths)
-    for number, row in enumerate(rows):
-        before = accumulate((lengths[sequence] for sequence in row), initial=number * width)
-        for sequence, start in zip(row, before, strict=False):
-            starts[sequence] = start
-    counts = torch.tensor(lengths, device=source.device)
-    position = torch.arange(len(source), device=source.device) - _repeated(
-        counts.cumsum(0) - counts, counts, len(source)
-    )
-    target = _repeated(torch.tensor(starts, device=source.device), counts, len(source)) + position
+    tokens = sum(lengths)
+    source = torch.nonzero_static(valid.flatten(), size=tokens)[:, 0]  # sequences in order, tokens in order
+    target = torch.arange(tokens, device=valid.device)
+    position = target - torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=tokens)
+    if len(rows) > 1:
+        starts = [0] * len(lengths)
+        for number, row in enumerate(rows):
+            before = accumulate((lengths[sequence] for sequence in row), initial=number * width)
+            for sequence, start in zip(row, before, strict=False):
+                starts[sequence] = start
+        target = position + torch.repeat_interleave(
+            torch.tensor(starts, device=valid.device), counts, output_size=tokens
+        )
     shape = (len(rows), width)
     return Unpadding(
         position_ids=position.new_zeros(shape).view(-1).index_put_((target,), position + first_position).view(shape),
@@ -131,12 +134,8 @@ def _documents(rows: list[list[int]], width: int) -> Mask:
     """The document mask of rows of sequence lengths; rows shorter than `width` end in padding."""
     if len(rows) == 1:
         return documents(cu_seqlens=list(accumulate(rows[0], initial=0)))
-    ids = [[number for number, length in enumerate(row) for _ in range(length)] for row in rows]
-    return documents([row + [-1] * (width - len(row)) for row in ids])
-
-
-def _repeated(values: Tensor, counts: Tensor, total: int) -> Tensor:
-    return torch.repeat_interleave(values, counts, output_size=total)
+    ids = [[*range(len(row)), -1] for row in rows]
+    return documents(ids, cu_seqlens=[[*accumulate(row, initial=0), width] for row in rows])
 
 
 def _moved(values: Tensor, taken: Tensor, put: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:

@@ -78,7 +78,9 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM))
+    stream = SimpleNamespace(cuda_stream=STREAM, wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: None)
 
 
 def made(kernel: Kernel, tensors: tuple[torch.Tensor, ...] = (), index: int = 0, **options: int) -> Launch:
@@ -270,8 +272,10 @@ def test_a_launcher_built_otherwise_encodes_itself() -> None:
 
 
 def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator is told once of each stream, but for those that are captured."""
+    """The allocator is told once of each stream, but for those that are captured; and streams wait for the default."""
     recorded: list[tuple[int, ...]] = []
+    waits: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: "default")
     kernel, fixed, tensor = Kernel(), torch.zeros(8), torch.zeros(8)
     ready = made(kernel, (fixed,))
 
@@ -284,7 +288,8 @@ def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatc
 
     def launched_on(stream: int, capturing: bool = False) -> int:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=stream))
+        current = SimpleNamespace(cuda_stream=stream, wait_stream=lambda other: waits.append((stream, other)))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         before = len(recorded)
         ready(tensor)
@@ -293,5 +298,7 @@ def test_memory_outlasts_launches_on_every_stream(monkeypatch: pytest.MonkeyPatc
     assert [launched_on(1), launched_on(1), launched_on(2, True), launched_on(2), launched_on(2), launched_on(1)] == [
         1, 0, 0, 1, 0, 0,
     ]  # fmt: skip
-    assert recorded == [(id(fixed),)] * 2
+    assert launched_on(0) == 1
+    assert waits == [(1, "default"), (2, "default")]
+    assert recorded == [(id(fixed),)] * 3
     assert len(kernel.through_jit) == 1

@@ -94,9 +94,29 @@ def test_documents_by_ids() -> None:
     expected = naive(lambda i, j: ids[i] == ids[j] and ids[i] >= 0, 8, 8)
     assert torch.equal(masks.documents(ids).to_dense(8)[0, 0], expected)
     assert masks.documents(ids) == masks.documents(torch.tensor(ids))
+    assert masks.documents(ids).key == "documents([3, -1, 0, 3, -1, -2], cu_seqlens=[0, 2, 3, 5, 6, 7, 8])"
     both = masks.documents([ids, ids[::-1]])
     assert torch.equal(both.to_dense(8)[1, 0], expected.flip(0, 1))
     assert both.batch == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (5, 1), (5, 40)])
+def test_documents_of_id_tensors(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """A row that ends with the id with which the next begins, and a view that is not contiguous, too."""
+    ids = torch.randint(-1, 3, shape[::-1]).repeat_interleave(2, 0)[: shape[1]].to(dtype).T
+    mask = masks.documents(ids)
+    assert mask.key == masks.documents(ids.tolist()).key == masks.parse(mask.key).key
+    expected = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, None, :]
+    assert torch.equal(mask.to_dense(shape[1])[:, 0], expected)
+    assert masks.documents(ids[0]) == masks.documents(ids[0].tolist())
+
+
+def test_documents_of_ids_and_cumulative_lengths() -> None:
+    mask = masks.documents([4, 4, -1, 0, 4], cu_seqlens=[0, 2, 3, 3, 5, 8])
+    assert mask == masks.documents([4, 4, 4, 0, 0, 4, 4, 4])
+    several = masks.documents(torch.tensor([[0, -1], [1, 0]]), cu_seqlens=[[0, 2, 8], [0, 8, 8]])
+    assert several == masks.documents([[0, 0] + [-1] * 6, [1] * 8])
 
 
 def test_documents_with_fewer_queries_are_the_first_rows() -> None:

@@ -68,6 +68,7 @@ def test_pickles_and_copies(mask: Mask) -> None:
         ("longformer(window=64, global_tokens=[1, 2])", masks.longformer(64, [1, 2])),
         ("documents(cu_seqlens=[[0, 3], [0, 1, 3]])", masks.documents(cu_seqlens=[[0, 3], [0, 1, 3]])),
         ("documents([-1, 0, 0])", masks.documents([-1, 0, 0])),
+        ("documents([-1, 0], cu_seqlens=[0, 1, 3])", masks.documents([-1, 0, 0])),
         ("per_head([causal, full & causal])", masks.per_head([masks.causal(), masks.full() & masks.causal()])),
         ("(causal | full).with_query_offset(3)", (masks.causal() | masks.full()).with_query_offset(3)),
         ("causal.with_query_offset(offset=3)", masks.causal().with_query_offset(3)),

@@ -48,7 +48,8 @@ class OnCpu:
         fake_gpu(monkeypatch)
         monkeypatch.setattr(plans, "build_layout", lambda *a, **kw: build_layout(*a, **{**kw, "device": "cpu"}))
         for module in (plans, importlib.import_module("stof.dispatch")):
-            monkeypatch.setattr(module, "outside_graph_pool", lambda device, make: make())
+            monkeypatch.setattr(module, "made_for_calls", lambda device, make: make())
+        monkeypatch.setattr(plans, "outside_graph_pool", lambda device, make: make())
         idle = SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
         for name in ("hopper", "block_wise", "row_wise"):

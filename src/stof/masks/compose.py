@@ -177,7 +177,11 @@ class Composite(Mask):
         return max(part[0] for part in parts), max(part[1] for part in parts)
 
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        parts = torch.broadcast_tensors(*(mask.pattern_ids(mask_batch, mask_heads) for mask in self.masks))
+        several = [mask for mask in self.masks if (mask.batch, mask.heads) != (1, 1) or mask.depends_on_sizes]
+        ids = [mask.pattern_ids(mask_batch, mask_heads) for mask in several]
+        if len(ids) < 2:  # the other masks have one pattern
+            return ids[0] if ids else super().pattern_ids(mask_batch, mask_heads)
+        parts = torch.broadcast_tensors(*ids)
         return numbered(list(zip(*(part.flatten().tolist() for part in parts), strict=True))).view(parts[0].shape)
 
 

@@ -105,7 +105,19 @@ class Programs(NamedTuple):
 
 
 def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
-    """Programs of these batch entries and heads; None when the mask cannot be written so."""
+    """Programs of these batch entries and heads; None when the mask cannot be written so.
+
+    The last programs of a mask are kept with it: its layouts and their kernels ask for the same ones.
+    """
+    key = (q_len, kv_len, tuple(entries))
+    last: tuple[Any, Programs | None] | None = getattr(mask, "_programs", None)
+    if last is None or last[0] != key:
+        last = (key, _written(mask, q_len, kv_len, entries))
+        object.__setattr__(mask, "_programs", last)  # masks are frozen dataclasses
+    return last[1]
+
+
+def _written(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
     writer = _Writer(q_len, kv_len)
     try:
         codes = [writer.program(mask, b, h) for b, h in entries]
@@ -165,6 +177,9 @@ class _Place(NamedTuple):
         return _Place(self.kv_shift, self.q_shift, not self.swapped, self.kv_len, self.q_len)
 
 
+_ORIGIN = _Place(0, 0, False)
+
+
 class _Writer:
     """Programs being written."""
 
@@ -174,11 +189,12 @@ class _Writer:
         self.tables: list[int] = []
         self.draws: list[Draw] = []
         self.drawn = 0
+        self.checked: tuple[_Place, int, int] | None = None  # the last place whose positions fit 32 bits
 
     def program(self, mask: Mask, b: int, h: int) -> list[int]:
         """Instructions of one (batch, head) mask."""
         self.b, self.h, self.code = b, h, []
-        at, lengths = _Place(0, 0, False), (self.q_len, self.kv_len)
+        at, lengths = _ORIGIN, (self.q_len, self.kv_len)
         if type(mask) is Transposed and type(mask.mask) is InRanges:
             mask, at = mask.mask, at.transposed()
         if type(mask) is InRanges:
@@ -207,9 +223,14 @@ class _Writer:
     def write(self, mask: Mask, at: _Place) -> int:
         """Add the instructions of `mask` at some positions; returns how deep the stack gets."""
         writer = _WRITERS.get(type(mask))
-        ends = (self.q_len + at.i_shift, self.kv_len + at.j_shift, -at.i_shift, -at.j_shift)
-        if writer is None or sum(max(end, 0) for end in ends) >= _FURTHEST:
+        if writer is None:
             raise _NotWritableError
+        place = (at, self.q_len, self.kv_len)
+        if place != self.checked:
+            ends = (self.q_len + at.i_shift, self.kv_len + at.j_shift, -at.i_shift, -at.j_shift)
+            if sum(max(end, 0) for end in ends) >= _FURTHEST:
+                raise _NotWritableError
+            self.checked = place
         return writer(self, mask, at)
 
     def add(
@@ -340,13 +361,12 @@ def _documents(to: _Writer, mask: rules.Documents, at: _Place) -> int:
     # The kernels take positions before the first document for some of it.
     if min(at.q_shift, at.kv_shift) < 0 or 2 * len(runs) > LONGEST:
         raise _NotWritableError
-    ids = [doc for doc, _ in runs]
-    seen = [doc for doc in ids if doc >= 0]
-    table = to.table([*itertools.accumulate(length for _, length in runs), *ids, -1])
+    ids, lengths = zip(*runs, strict=True)
+    table = to.table([*itertools.accumulate(lengths), *ids, -1])
+    distinct = rules.are_distinct(ids)
     return to.add(
-        Op.DOCUMENT, 1, 1, size=len(runs).bit_length(), at=at, table=table, entries=len(runs),
-        extra=int(len(set(seen)) == len(seen)),
-    )  # fmt: skip
+        Op.DOCUMENT, 1, 1, size=len(runs).bit_length(), at=at, table=table, entries=len(runs), extra=int(distinct)
+    )
 
 
 def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:

@@ -20,13 +20,14 @@ from stof.masks.compose import Mask
 from stof.masks.per_head import PerHead
 
 Ints = Sequence[int] | Tensor
+_LEAST_ID = -(2**31)
 
 
 def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise MaskError(f"{what} is an int, got {type(value).__name__} {shown(value)}")
     if isinstance(value, Tensor):
-        value = _listed(what, value, 0)
+        value = _tensor(what, value, 0).item()
     try:
         number = operator.index(value)
     except TypeError:
@@ -36,8 +37,8 @@ def _integer(what: str, value: object, low: int, high: int = 2**31 - 1) -> int:
     return number
 
 
-def _listed(what: str, values: Tensor, *ndim: int) -> object:
-    """The numbers of an integer tensor of one of these numbers of dimensions."""
+def _tensor(what: str, values: Tensor, *ndim: int) -> Tensor:
+    """An integer tensor of one of these numbers of dimensions, checked."""
     layout = foreign_layout(values) or ("meta" if values.is_meta else None)
     if layout is not None:
         raise MaskError(
@@ -46,7 +47,7 @@ def _listed(what: str, values: Tensor, *ndim: int) -> object:
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.ndim not in ndim:
         shape = " or ".join(f"{n}-D" for n in ndim)
         raise MaskError(f"{what} is a {shape} integer tensor, got {values.dtype} of shape {list(values.shape)}")
-    return values.tolist()
+    return values
 
 
 def _is_list(values: object) -> bool:
@@ -56,13 +57,13 @@ def _is_list(values: object) -> bool:
 
 def _integers(what: str, values: object, low: int) -> tuple[int, ...]:
     if isinstance(values, Tensor):
-        values = _listed(what, values, 0, 1)
+        values = _tensor(what, values, 0, 1).tolist()
     if not _is_list(values):
         values = (values,)
     assert isinstance(values, Sequence)
     if not values:
         raise MaskError(f"{what} is empty; give one value per sequence")
-    if all(type(value) is int for value in values) and low <= min(values) and max(values) < 2**31:
+    if set(map(type, values)) == {int} and low <= min(values) and max(values) < 2**31:
         return tuple(values)
     return tuple(_integer(what, value, low) for value in values)
 
@@ -176,43 +177,78 @@ def documents(
     Args:
         ids: document of each token, `[S]` or `[B, S]`; negative ids are padding and see nothing.
         cu_seqlens: cumulative lengths starting at 0, `[n + 1]` (or one such list per sequence), as in
-            FlashAttention's variable-length interface. Give exactly one of the two.
+            FlashAttention's variable-length interface. With `ids` too, these are one for each of the n parts, `[n]`:
+            `documents([0, 1, -1], cu_seqlens=[0, 5, 9, 16])` has 7 tokens of padding.
     """
-    if (ids is None) == (cu_seqlens is None):
-        raise MaskError("documents() takes either ids or cu_seqlens, exactly one of them")
-    if ids is not None:
-        rows = _rows("ids", ids)
-        return _documents(tuple(_runs(_integers("ids", row, -(2**31))) for row in rows))
-    out = []
-    for row in _rows("cu_seqlens", cu_seqlens):
-        ends = _integers("cu_seqlens", row, 0)
-        if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
-            raise MaskError(f"cu_seqlens starts at 0 and never decreases, got {list(ends)[:8]}")
-        steps = [b - a for a, b in pairwise(ends)]
-        out.append(tuple(enumerate(length for length in steps if length)))
-    return _documents(tuple(out))
+    if ids is None and cu_seqlens is None:
+        raise MaskError("documents() takes ids, cu_seqlens or both, got neither")
+    if cu_seqlens is None:
+        if isinstance(ids, Tensor) and ids.numel():
+            return _documents(_runs_of_tensor(ids))
+        return _documents([_runs_of_row(_integers("ids", row, _LEAST_ID)) for row in _rows("ids", ids)])
+    ends = [_integers("cu_seqlens", row, 0) for row in _rows("cu_seqlens", cu_seqlens)]
+    steps = [tuple(map(operator.sub, row[1:], row)) for row in ends]
+    for row, lengths in zip(ends, steps, strict=True):
+        if len(row) < 2 or row[0] != 0 or min(lengths) < 0:
+            raise MaskError(f"cu_seqlens starts at 0 and never decreases, got {list(row)[:8]}")
+    if ids is None:
+        return _documents([tuple(enumerate(filter(None, lengths))) for lengths in steps])
+    parts = [_integers("ids", row, _LEAST_ID) for row in _rows("ids", ids)]
+    if list(map(len, parts)) != list(map(len, steps)):
+        raise MaskError(
+            f"documents() takes one id for each of the parts that cu_seqlens tells, {list(map(len, steps))[:8]} of "
+            f"them, got {list(map(len, parts))[:8]} ids"
+        )
+    return _documents([_merged(zip(*row, strict=True)) for row in zip(parts, steps, strict=True)])
 
 
 def _rows(what: str, values: object) -> list[object]:
     if isinstance(values, Tensor):
-        values = _listed(what, values, 1, 2)
+        values = _tensor(what, values, 1, 2).tolist()
     if not isinstance(values, Sequence) or not _is_list(values) or not values:
         raise MaskError(f"{what} is a non-empty list or integer tensor, got {type(values).__name__} {shown(values)}")
+    if type(values[0]) is int:  # what the others are is checked with their values
+        return [values]
     nested = [_is_list(row) or (isinstance(row, Tensor) and row.ndim > 0) for row in values]
     if any(nested) and not all(nested):
         raise MaskError(f"{what} is one list, or a list of lists; got a mixture")
     return list(values) if nested[0] else [values]
 
 
-def _runs(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+Runs = tuple[tuple[int, int], ...]
+
+
+def _runs_of_row(ids: Iterable[int]) -> Runs:
+    """Equal neighbours, as an id and their number."""
     return tuple((doc, len(list(group))) for doc, group in groupby(ids))
 
 
-def _documents(runs: tuple[tuple[tuple[int, int], ...], ...]) -> Mask:
-    lengths = {sum(length for _, length in row) for row in runs}
+def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Runs without empty ones, and one in the place of neighbours of one id."""
+    present = groupby((run for run in runs if run[1]), operator.itemgetter(0))
+    return tuple((doc, sum(length for _, length in group)) for doc, group in present)
+
+
+def _runs_of_tensor(ids: Tensor) -> list[Runs]:
+    """Equal neighbours in each row; only these become Python integers."""
+    flat = _tensor("ids", ids, 1, 2).cpu().numpy().reshape(-1)
+    begins = np.empty(flat.size, dtype=bool)
+    np.not_equal(flat[1:], flat[:-1], out=begins[1:])
+    begins[:: ids.shape[-1]] = True
+    first = begins.nonzero()[0]
+    docs = _integers("ids", flat[first].tolist(), _LEAST_ID)
+    counts = np.diff(first, append=flat.size).tolist()
+    if ids.ndim == 1:
+        return [tuple(zip(docs, counts, strict=True))]
+    bounds = np.searchsorted(first, np.arange(ids.shape[0] + 1) * ids.shape[1]).tolist()
+    return [tuple(zip(docs[a:b], counts[a:b], strict=True)) for a, b in pairwise(bounds)]
+
+
+def _documents(runs: Sequence[Runs]) -> Mask:
+    lengths = {sum(map(operator.itemgetter(1), row)) for row in runs}
     if len(lengths) != 1 or 0 in lengths:
         raise MaskError(f"every sequence of a documents mask has the same, positive length, got {lengths}")
-    return rules.Documents(runs)
+    return rules.Documents(tuple(runs))
 
 
 def neighborhood_2d(height: int, width: int, kernel: int | tuple[int, int]) -> Mask:

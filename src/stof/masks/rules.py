@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -46,7 +48,8 @@ class PerSequence(Rule):
         return len(getattr(self, self.per_sequence))
 
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
-        del mask_batch, mask_heads
+        if self.batch == 1:
+            return super().pattern_ids(mask_batch, mask_heads)
         return numbered(getattr(self, self.per_sequence))[:, None]
 
 
@@ -54,6 +57,12 @@ def _show(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_show, value)) + "]"
     return repr(value)
+
+
+def are_distinct(ids: Sequence[int]) -> bool:
+    """Whether each document is one run, by the ids of the runs; negative ones are padding."""
+    seen = ids if min(ids) >= 0 else [doc for doc in ids if doc >= 0]
+    return len(set(seen)) == len(seen)
 
 
 def _per_batch(values: tuple[int, ...], index: Index) -> Tensor:
@@ -279,7 +288,7 @@ class Documents(PerSequence):
 
     @functools.cached_property
     def length(self) -> int:
-        return sum(length for _, length in self.runs[0])
+        return sum(map(operator.itemgetter(1), self.runs[0]))
 
     @property
     def has_monotonic_ranges(self) -> bool:
@@ -306,8 +315,7 @@ class Documents(PerSequence):
     @functools.cached_property
     def _contiguous(self) -> bool:
         """Whether every document is one run; else its parts see each other across other documents."""
-        ids = ([doc for doc, _ in runs if doc >= 0] for runs in self.runs)
-        return all(len(set(numbers)) == len(numbers) for numbers in ids)
+        return all(are_distinct([doc for doc, _ in runs]) for runs in self.runs)
 
     def tile_bounds(self, index: Index) -> TileBounds:
         """Which runs the ends of a rectangle's ranges lie in."""
@@ -342,13 +350,13 @@ class Documents(PerSequence):
         return (q_doc == kv_doc) & (q_doc >= 0)
 
     def __repr__(self) -> str:
-        """Cumulative lengths where the documents are numbered in order, else one id per token."""
-        ordered = all(tuple(doc for doc, _ in runs) == tuple(range(len(runs))) for runs in self.runs)
-        if ordered:
-            shown = [(0, *itertools.accumulate(length for _, length in runs)) for runs in self.runs]
-            return f"documents(cu_seqlens={_show(shown[0] if len(shown) == 1 else tuple(shown))})"
-        ids = [tuple(doc for doc, length in runs for _ in range(length)) for runs in self.runs]
-        return f"documents({_show(ids[0] if len(ids) == 1 else tuple(ids))})"
+        """Cumulative lengths, and where the documents are not numbered in order, their ids."""
+        columns = [tuple(zip(*runs, strict=True)) for runs in self.runs]
+        ids = [list(numbers) for numbers, _ in columns]
+        ends = [[0, *itertools.accumulate(lengths)] for _, lengths in columns]
+        ordered = all(numbers == list(range(len(numbers))) for numbers in ids)
+        shown_ids, shown_ends = (rows[0] if len(rows) == 1 else rows for rows in (ids, ends))
+        return f"documents({'' if ordered else f'{shown_ids}, '}cu_seqlens={shown_ends})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,7 +15,7 @@ from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask, transposed
 from stof.masks.tensors import DenseMask
 from stof.plans.plan import Plan
-from stof.runtime.memory import outside_graph_pool, tensors_on_host
+from stof.runtime.memory import made_for_calls, tensors_on_host
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
 from stof.selection.backward_tilings import BackwardTiling
 
@@ -69,7 +69,7 @@ class PlanGradients:
         """Return the layouts of a choice in the form that its kernels read; computed once."""
         key = (name, tiling)
         if key not in self._prepared:
-            self._prepared[key] = outside_graph_pool(self._plan.device, partial(self._prepare, name, tiling))
+            self._prepared[key] = made_for_calls(self._plan.device, partial(self._prepare, name, tiling))
         return self._prepared[key]
 
     def reject(self, name: str, tiling: BackwardTiling, error: KernelError) -> None:

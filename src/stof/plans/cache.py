@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ class PlanCache:
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
         self._lock = ForkSafeLock()
+        # Bytes of each plan when it was measured, the longest ago first. Plans that were used since may have grown.
+        self._bytes: OrderedDict[Hashable, int] = OrderedDict()
+        self._used: set[Hashable] = set()
         self._hits = self._misses = 0
 
     def get(self, key: Hashable, call: Hashable = None) -> Plan | None:
@@ -56,6 +60,7 @@ class PlanCache:
                 return None
             self._hits += 1
             self._plans.move_to_end(key)
+            self._used.add(key)
             if len(self._keys) >= _MOST_CALLS:
                 self._keys.clear()
             self._keys[call] = key
@@ -67,24 +72,27 @@ class PlanCache:
         return None if key is None else self.get(key, call)
 
     def put(self, key: Hashable, plan: Plan, call: Hashable = None) -> None:
-        """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size."""
+        """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size.
+
+        Measuring all plans takes longer than finding one. Measured are the new one, those that were found since the
+        last call of this function, which may have grown, and of the others, whose users may hold them, one in turn.
+        """
         with self._lock:
             if key in self._plans:
                 return
             self._plans[key], self._keys[call] = plan, key
-            while len(self._plans) > self._max_entries:
-                self._plans.popitem(last=False)
-                self._keys.clear()
-        # Plans grow when another implementation prepares them, so all are measured again, but not under the lock.
-        total = 0
+            due, self._used = {key, *self._used, *itertools.islice(self._bytes, 1)}, set()
+            held_plans = [(one, self._plans[one]) for one in due if one in self._plans]
+        sizes = {held_key: held.bytes() for held_key, held in held_plans}  # not under the lock
         with self._lock:
-            held_plans = list(self._plans.items())
-        for held_key, held in reversed(held_plans):
-            total += held.bytes()
-            if total > self._max_bytes and held is not plan:
-                with self._lock:
-                    self._plans.pop(held_key, None)
-                    self._keys.clear()
+            for held_key, size in sizes.items():
+                if held_key in self._plans:
+                    self._bytes[held_key] = size
+                    self._bytes.move_to_end(held_key)
+            total = sum(self._bytes.values())
+            while len(self._plans) > 1 and (len(self._plans) > self._max_entries or total > self._max_bytes):
+                total -= self._bytes.pop(self._plans.popitem(last=False)[0], 0)
+                self._keys.clear()
 
     def clear(self) -> None:
         """Drop all plans, and what is known of mask functions."""
@@ -92,6 +100,8 @@ class PlanCache:
         with self._lock:
             self._plans.clear()
             self._keys.clear()
+            self._bytes.clear()
+            self._used.clear()
             self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:

@@ -27,7 +27,7 @@ from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import present
-from stof.runtime.memory import capturing, outside_graph_pool, refuse_capture, tensors_on_host
+from stof.runtime.memory import capturing, made_for_calls, outside_graph_pool, refuse_capture, tensors_on_host
 from stof.selection import (
     IMPLEMENTATIONS,
     CallSpec,
@@ -190,7 +190,7 @@ class Plan(Numbered):
                 # Tiles of 256 x 256 are the fewest any layout can have: too many of these are refused now.
                 check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), LayoutConfig(256, 256))
                 call_sizes = call_sizes_of(mask, sizes)
-                return Plan(repr(mask), lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
+                return Plan(mask.key, lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
             choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
             layout = outside_graph_pool(
                 device,
@@ -313,8 +313,7 @@ class Plan(Numbered):
         choice = KernelChoice(choice) if isinstance(choice, str) else replace(choice, widened=False)
         prepared = self._prepared.get(choice)
         if prepared is None:
-            # `outside_graph_pool` synchronises, so calls on other streams may read the result at once.
-            prepared = self._prepared[choice] = outside_graph_pool(self.device, partial(self._prepare, choice))
+            prepared = self._prepared[choice] = made_for_calls(self.device, partial(self._prepare, choice))
         return prepared
 
     def _prepare(self, choice: KernelChoice) -> Any:

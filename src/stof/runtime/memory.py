@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import UnsupportedError
+from stof.runtime.private import past_modes, raw_stream
 
 T = TypeVar("T")
 _LOCAL = threading.local()
@@ -64,6 +65,25 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
         # Not `failed[0]`: the error's traceback holds this list, a cycle that keeps the caller's tensors alive.
         raise failed.pop()
     return results[0]
+
+
+@past_modes
+def made_for_calls(device: torch.device, make: Callable[[], T]) -> T:
+    """Return `make()`, as `outside_graph_pool` does, whose tensors only bound calls and other such `make` read.
+
+    Bound calls on other streams wait for the default stream (`record_streams`). Where that is the current one, `make`
+    runs in the calling thread, and nothing waits: CUDA graphs are captured, and `torch.compile` runs what it will
+    capture, on other streams. Inside of `torch.cuda.use_mem_pool`, memory comes from the pool that its user chose.
+
+    Raises:
+        The errors of `make`.
+    """
+    if device.type != "cuda" or raw_stream(torch.cuda.current_device() if device.index is None else device.index):
+        return outside_graph_pool(device, make)
+    grad = torch.is_grad_enabled()
+    # Calls outside of inference mode will read the tensors, too.
+    with torch.cuda.device(device), torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return make()
 
 
 def capturing(device: torch.device) -> bool:
@@ -122,8 +142,9 @@ def refuse_values(device: torch.device, *, also_own: bool = False) -> None:
 def record_streams(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> None:
     """Call `record_stream`, so that memory of freed tensors is reused only after the current stream's work so far.
 
-    Tensors of `outside_graph_pool` belong to the default stream, whichever streams read them. One call for each stream
-    is enough. Not within captures: the owner of the graph must keep what it reads alive.
+    Tensors of `outside_graph_pool` and `made_for_calls` belong to the default stream, whichever streams read them, and
+    those of the latter may still be computed there: the current stream waits for it. One call for each stream is
+    enough. Not within captures: the owner of the graph must keep what it reads alive, and starts when it is computed.
 
     Args:
         seen: ids of the streams that were recorded; the current one's is added.
@@ -132,6 +153,8 @@ def record_streams(tensors: Iterable[Tensor], device: torch.device, seen: set[in
     if stream.cuda_stream in seen or in_capture():
         return
     seen.add(stream.cuda_stream)
+    if stream.cuda_stream:
+        stream.wait_stream(torch.cuda.default_stream(device))
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import masking_utils as hf
 
 from stof.masks import Mask, causal, documents, full, sliding_window
+from stof.masks.rules import Documents
 
 # A window open to the future; `& causal()` closes it.
 _UNBOUNDED = 2**31 - 1
@@ -88,7 +89,9 @@ def _read_packed(held: dict[str, Any], whole: int | None) -> Mask | None:
     ids: Tensor = held["packed_sequence_mask"]
     if whole is None or ids.shape[-1] != whole:
         return None
-    return documents(ids) if bool((ids >= 0).all()) else None
+    mask = documents(ids)
+    assert isinstance(mask, Documents)
+    return mask if min(number for runs in mask.runs for number, _ in runs) >= 0 else None
 
 
 def _read_remapped(held: dict[str, Any], whole: int | None, sequences: Tensor | None = None) -> Mask | None:

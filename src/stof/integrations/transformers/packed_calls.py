@@ -22,6 +22,7 @@ from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, A
 from stof.integrations.transformers.served import refuse_attention_weights
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.masks import documents
+from stof.masks.rules import Documents
 from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
@@ -233,17 +234,19 @@ def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: boo
     time = positions[0] if positions.ndim == 3 else positions
     if not graph and not bool((time.diff(dim=1) <= 0).any()):
         return None
-    if valid is None:
-        valid = torch.ones(rows, width, dtype=torch.bool, device=positions.device)
-    elif not isinstance(valid, Tensor) or valid.ndim != 2 or valid.shape[1] < width:
-        return None
-    valid = valid[:, -width:].to(positions.device, torch.bool)
+    if valid is not None:
+        if not isinstance(valid, Tensor) or valid.ndim != 2 or valid.shape[1] < width:
+            return None
+        valid = valid[:, -width:].to(positions.device, torch.bool)
     numbers = sequence_numbers(positions.expand(*positions.shape[:-2], rows, width), valid)
     shape = (rows, 1, width, width)
     if graph:
-        keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & valid[:, None, None, :]
+        keep = numbers[:, None, :, None] == numbers[:, None, None, :]
+        keep = keep if valid is None else keep & valid[:, None, None, :]
         return ModelMask(FULL, shape, keep=keep, includes_model_mask=False)
-    if not bool((numbers > 0).any()):
+    mask = documents(numbers if valid is None else torch.where(valid, numbers, -1))
+    assert isinstance(mask, Documents)
+    if max(number for runs in mask.runs for number, _ in runs) < 1:
         return None
     if cache is not None or not takes_mask:
         what = f"a cache ({' or '.join(_CACHE)}) is given" if takes_mask else "the model takes no attention_mask"
@@ -252,10 +255,10 @@ def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: boo
             "cache out, or pass the padded batch",
             {},
         )
-    return ModelMask(documents(torch.where(valid, numbers, -1)), shape, includes_model_mask=False)
+    return ModelMask(mask, shape, includes_model_mask=False)
 
 
-def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
+def sequence_numbers(positions: Tensor, valid: Tensor | None) -> Tensor:
     """How many sequences began before each token, int64 `[B, S]`.
 
     A token begins a sequence if its position is not above that of the token before it. Within an image or video, height
@@ -264,10 +267,14 @@ def sequence_numbers(positions: Tensor, valid: Tensor) -> Tensor:
 
     Args:
         positions: `[B, S]`; or `[3, B, S]`, time, height and width; or `[4, B, S]`, text first, which alone is read.
-        valid: bool `[B, S]`, false at padding, which is passed over: positions may stay constant there.
+        valid: bool `[B, S]`, false at padding, which is passed over: positions may stay constant there; None without.
     """
     positions = positions[None] if positions.ndim == 2 else positions
     positions = positions[:1] if positions.shape[0] > 3 else positions
+    if valid is None:
+        if positions.shape[0] == 1:
+            return nn.functional.pad(positions[0].diff(dim=1) <= 0, (1, 0)).cumsum(1)
+        valid = torch.ones_like(positions[0], dtype=torch.bool)
     low, high = positions.amin(0), positions.amax(0)
     place = torch.arange(low.shape[1], device=low.device).expand_as(low)
     last_valid = torch.where(valid, place, -1).cummax(1).values

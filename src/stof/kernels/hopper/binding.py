@@ -18,7 +18,7 @@ from stof.kernels.hopper.tile_scheduler import chunk_slots, work_list
 from stof.kernels.implementation import Bind, BoundCall, Options
 from stof.runtime.counters import zeroed_counters
 from stof.runtime.launch import TensorMap
-from stof.runtime.memory import outside_graph_pool, refuse_capture
+from stof.runtime.memory import made_for_calls, refuse_capture
 
 # Rows of Q for one warpgroup.
 ROWS = 64
@@ -122,7 +122,7 @@ def moving_call(bind: Bind, prepared: PreparedTiles, options: Options, device: t
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         if not bound:
             again = scalars._replace(bias=bias, sinks=sinks, scales=scales)
-            bound.append(outside_graph_pool(device, partial(bind, q, k, v, prepared, again)))
+            bound.append(made_for_calls(device, partial(bind, q, k, v, prepared, again)))
         return bound[0](q, k, v, bias, sinks, *scales)
 
     return call

@@ -43,4 +43,4 @@ def _have_programs(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int]) 
     """Whether every pattern can be written as a program; other masks may read tensors on the device."""
     ids = mask.pattern_ids(*sizes).expand(sizes).flatten().tolist()
     entries = [divmod(ids.index(one), sizes[1]) for one in dict.fromkeys(ids)]
-    return all(programs_of(mask, q_len, kv_len, [entry]) is not None for entry in entries)
+    return programs_of(mask, q_len, kv_len, entries) is not None
