@@ -143,6 +143,36 @@ def test_activation_checkpointing(kind: str) -> None:
         torch.testing.assert_close(x.grad, gradient)
 
 
+@pytest.mark.parametrize("split", ["policy", "random state", ""])
+def test_recomputation_with_another_seed_is_refused(split: str) -> None:
+    """The second call draws what the first drew if a policy saves the first draw alone."""
+    calls = 0
+
+    def layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return stof.attention(stof.attention(q * 1.5, k, v, MASK, dropout_p=P), k, v, MASK, dropout_p=P)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal calls
+        calls += "randint" in str(operator)
+        saved = "randint" in str(operator) and (calls == 1 or not split)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"preserve_rng_state": split != "random state"}
+    if split != "random state":
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+    q, k, v = inputs()
+    torch.manual_seed(4)
+    out = checkpoint(layers, q, k, v, use_reentrant=False, **options)
+    assert isinstance(out, Tensor)
+    if split:
+        with pytest.raises(UnsupportedError, match="another dropout seed"):
+            out.sum().backward()
+        return
+    torch.manual_seed(4)
+    wanted = torch.autograd.grad(layers(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), wanted)
+
+
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend: str, planned: bool) -> None:

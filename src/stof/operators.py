@@ -263,6 +263,7 @@ def _save_with_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         )
     q, k, v, mask, bias, sinks, scale, softcap, _, ctx.dropout_p, seed, number, keep = inputs
     ctx.save_for_backward(q, k, v, *output, bias, sinks, keep, seed)
+    ctx.seed = seed if has_values(q) else None
     _save_rest(ctx, q, mask, number, scale, softcap)
 
 
@@ -283,12 +284,34 @@ def _refuse_updated(ctx: Any) -> None:
         )
 
 
+def _of_drawn_seed(ctx: Any, seed: Tensor, lse: Tensor) -> Tensor:
+    """Return `lse` if `seed`, a saved tensor, has the values that the call drew.
+
+    Activation checkpointing makes saved tensors again, not attributes of `ctx`. On a GPU the result is NaN for another
+    seed, and so are the gradients: an error would wait for the GPU.
+    """
+    if ctx.seed is None or seed.data_ptr() == ctx.seed.data_ptr():
+        return lse
+    if lse.device.type != "cpu":
+        return torch.where((seed == ctx.seed).all(), lse, torch.nan)
+    if not torch.equal(seed, ctx.seed):
+        raise UnsupportedError(
+            "activation checkpointing recomputed a call with another dropout seed than it had: let the policy of "
+            "selective checkpointing save all random operators of a region or none (`torch.randint` draws the seed), "
+            "and keep preserve_rng_state=True",
+            {},
+        )
+    return lse
+
+
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The autograd formula of the operators."""
     _refuse_updated(ctx)
     q, k, v, out, lse, bias, sinks, keep, *seed = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     dropout = (ctx.dropout_p, *seed) if seed else ()
+    if seed:
+        lse = _of_drawn_seed(ctx, seed[0], lse)
     gradients = backward(
         d_out, d_lse, q, k, v, out, lse, ctx.mask, bias, sinks, ctx.scale, ctx.softcap, ctx.number, keep, _needs(ctx),
         *dropout,
@@ -323,7 +346,7 @@ class EagerAttention(torch.autograd.Function):
         ctx.options = Options(scale, softcap, dropout_p=dropout_p)
         out, lse = _attend(q, k, v, plan, ctx.options._replace(bias=bias, sinks=sinks, seed=seed), implementation)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks, seed)
-        ctx.plan, ctx.updates = plan, plan.updates
+        ctx.plan, ctx.updates, ctx.seed = plan, plan.updates, seed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -334,6 +357,8 @@ class EagerAttention(torch.autograd.Function):
         q, k, v, out, lse, bias, sinks, seed = ctx.saved_tensors
         options, needs = ctx.options._replace(bias=bias, sinks=sinks, seed=seed), _needs(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
+        if seed is not None:
+            lse = _of_drawn_seed(ctx, seed, lse)
         tensors = (d_out, d_lse, q, k, v, out, lse)
         # The operator raises an error when it is differentiated (create_graph=True), and takes tensors and modes that
         # are not plain.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 import warnings
@@ -36,8 +37,9 @@ from tests.fuzz.training_models import (
     transformer,
 )
 
-# Largest relative error in float32 and under autocast.
-_TOLERANCE = {False: 1e-3, True: 0.1}
+# Largest relative error in float32. Under autocast it is three times the largest of dense attention in the same case,
+# if that is more: STOF's is about the same, and was at most twice as large in 312 cases.
+_TOLERANCE = 1e-3
 
 
 def run_case(case: Case, device: str = "cpu") -> Outcome:
@@ -46,15 +48,22 @@ def run_case(case: Case, device: str = "cpu") -> Outcome:
         warnings.simplefilter("ignore")
         stof.plan_cache.clear()
         expected = _Training(case, dense_attention, plain=True).run()
-        why, error = _difference(case, stof.attention, expected)
+        tolerance = _TOLERANCE
+        if case.autocast:
+            around = dict.fromkeys(("wrapped", "compiled"), "") | {"checkpointing": "none", "offloaded": False}
+            rounded = _Training(dataclasses.replace(case, **around), dense_attention).run()
+            tolerance = max(tolerance, 3 * max(_errors(case, rounded, expected).values()))
+        why, error = _difference(case, stof.attention, expected, tolerance)
         if not why:
             return Outcome()
         refusal = refusal_within(error)
-        if error is not None and (isinstance(error, CheckpointError) or of_block_mask(error) or _of_torch(case, error)):
+        if error is not None and (isinstance(error, CheckpointError) or _of_torch(case, error)):
             refusal = type(error).__name__
+        if error is not None and of_block_mask(error):
+            refusal = f"PyTorch's create_block_mask: {type(error).__name__}"
         if refusal:
             return Outcome(refused=f"{refusal}, {re.sub('[0-9]+', 'N', str(error))[:90]!r}")
-        if _difference(case, dense_attention, expected)[0]:
+        if _difference(case, dense_attention, expected, tolerance)[0]:
             return Outcome(refused="dense attention in its place fails too")
     verdict = "WRONG" if error is None else "CRASH"
     command = f"python -m tests.fuzz --training --seed {case.seed} --case {case.number}"
@@ -67,7 +76,9 @@ def _of_torch(case: Case, error: Exception) -> bool:
     return "has been mutated" in text or (bool(case.compiled) and "not found in storage" in text)
 
 
-def _difference(case: Case, attend: Attend, expected: dict[str, Tensor]) -> tuple[str, Exception | None]:
+def _difference(
+    case: Case, attend: Attend, expected: dict[str, Tensor], tolerance: float
+) -> tuple[str, Exception | None]:
     """What is wrong, and the error if there is one."""
     try:
         found = _Training(case, attend).run()
@@ -76,14 +87,21 @@ def _difference(case: Case, attend: Attend, expected: dict[str, Tensor]) -> tupl
     finally:
         if case.compiled:
             torch._dynamo.reset()
+    for name, error in _errors(case, found, expected).items():
+        if not error <= tolerance:
+            return f"{name} has a relative error of {error:.2g}, above {tolerance:.2g}", None
+    return "", None
+
+
+def _errors(case: Case, found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors of results and gradients."""
     largest = max(float(x.norm()) for name, x in expected.items() if not name.startswith("tokens"))
+    floor, errors = 0.1 if case.autocast else 1e-2, {}
     for name, wanted in expected.items():
         # Some gradients are 0 but for rounding, which is that of the largest.
-        scale = max(float(wanted.norm()), (0.5 if case.autocast else 1e-2) * largest)
-        error = float((found[name].double() - wanted).norm()) / scale
-        if not error <= _TOLERANCE[case.autocast]:
-            return f"{name} has a relative error of {error:.2g}", None
-    return "", None
+        scale = max(float(wanted.norm()), floor * largest)
+        errors[name] = float((found[name].double() - wanted).norm()) / scale
+    return errors
 
 
 class _Training:
