@@ -162,7 +162,9 @@ def test_keys_seen_behind_unseen_ones_are_not_served() -> None:
     assert filled(holes, 100, 100, (64, 64), False) is None
 
 
-def work_of(mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, at_once: int) -> tuple[Tensor, FilledTileLists]:
+def work_of(
+    mask: Mask, q_len: int, kv_len: int, batch: int, heads: int, at_once: int
+) -> tuple[Tensor, FilledTileLists]:
     lists = filled(mask, q_len, kv_len, (64, 64), False, batch, heads)
     assert lists is not None
     prepared = prepare_filled(lists, (q_len, kv_len), 64, KernelConfig())

@@ -14,6 +14,8 @@ from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask, transposed
 from stof.masks.tensors import DenseMask
+from stof.plans.filled import keep_tiling, kept_tiling
+from stof.plans.kept_choices import kept_by_structure, structure_key
 from stof.plans.plan import Plan
 from stof.runtime.memory import made_for_calls, tensors_on_host
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
@@ -58,12 +60,32 @@ class PlanGradients:
             if refusals:
                 reasons[name] = refusals
             else:
-                choices += [(name, tiling) for tiling in implementation.backward.tilings(call, self._geometry)]
+                choices += [(name, tiling) for tiling in self._tilings(name, call)]
         usable = [choice for choice in choices if choice not in self._failed]
         if not usable:
             reasons |= {name: [error] for (name, _), error in self._failed.items()}
             raise UnsupportedError("no implementation can compute the gradients of this call", reasons)
         return usable
+
+    def _tilings(self, name: str, call: CallSpec) -> tuple[BackwardTiling, ...]:
+        """Return the tiling of an earlier mask of the same structure, or else all by surveying this one."""
+        plan, backward = self._plan, IMPLEMENTATIONS[name].backward
+        assert backward is not None
+        if plan.device.type != "cuda" or plan.mask is None or plan.fixed is not None or self._failed:
+            return backward.tilings(call, self._geometry)
+        plan.mask.refuse_changed()
+        key = structure_key(self._geometry(False), call, name)
+        kept = None if key is None else kept_by_structure.of(key)
+        if kept is not None:
+            serves = made_for_calls(plan.device, partial(kept_tiling, kept, self._geometry))
+            if serves is not None:
+                if serves.prepared is not None:
+                    self._prepared[name, serves.tiling] = serves.prepared
+                return (serves.tiling,)
+        tilings = backward.tilings(call, self._geometry)
+        if kept is not None:
+            keep_tiling(kept, call, self._geometry, tilings[0], plan.mask_text)
+        return tilings
 
     def prepared(self, name: str, tiling: BackwardTiling) -> Any:
         """Return the layouts of a choice in the form that its kernels read; computed once."""

@@ -25,6 +25,8 @@ from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
+from stof.plans.filled import keep_choice, kept_choice
+from stof.plans.kept_choices import kept_by_structure, structure_key
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import present
 from stof.runtime.memory import capturing, made_for_calls, outside_graph_pool, refuse_capture, tensors_on_host
@@ -43,6 +45,7 @@ from stof.selection import (
     default_config,
     default_implementation,
     failures,
+    first_of,
     gpu_choices,
     own_layout,
     reads_unseen_too,
@@ -133,6 +136,7 @@ class Plan(Numbered):
         self._calls: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[Any] = set()
         self._layout_errors: dict[Hashable, str] = {}
+        self.kept_from = ""  # the mask for which the choice was made that serves a call, where it was another one
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
         if device.type != "cuda" and layout is not None:
@@ -243,9 +247,28 @@ class Plan(Numbered):
         key = (call, implementation)
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = choose(
-                call, self.device, self._gpu_geometry, implementation, self._layout_errors
-            )
+            choice = self._choices[key] = self._decided(call, implementation)
+        return choice
+
+    def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
+        """Decide as for an earlier mask of the same structure, or else by surveying this one."""
+        geometry = self.geometry if self.device.type == "cuda" else None
+        if not isinstance(geometry, MaskGeometry):
+            return choose(call, self.device, geometry, implementation, self._layout_errors)
+        self._check_unchanged()
+        key = structure_key(geometry, call, implementation)
+        kept = None if key is None else kept_by_structure.of(key)
+        if kept is not None:
+            serves = made_for_calls(self.device, partial(kept_choice, kept, geometry, call, self._layout_errors))
+            if serves is not None:
+                if serves.prepared is not None:
+                    self._prepared[serves.choice] = serves.prepared
+                self.kept_from = serves.mask_text
+                return serves.choice
+        ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)
+        choice = first_of(ranked, call, implementation)
+        if kept is not None:
+            keep_choice(kept, geometry, ranked, choice, self.mask_text)
         return choice
 
     def candidates(self, call: CallSpec) -> list[Candidate]:

@@ -13,6 +13,7 @@ from stof.selection.select import (
     choose,
     default_implementation,
     failures,
+    first_of,
     refusals,
     weighed,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "default_config",
     "default_implementation",
     "failures",
+    "first_of",
     "gpu_choices",
     "own_layout",
     "reads_unseen_too",

@@ -123,6 +123,22 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
     )
 
 
+def whole_tile_tiling(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, float]:
+    """The best of `triton_tilings` with contiguous columns, rows in order and no row block split.
+
+    Returns:
+        The tiling, and its estimated time as a multiple of that of the best of all.
+    """
+    kernels = [(kernel, call, geometry_of(swap)) for kernel, swap in (("dq", False), ("dkv", True))]
+    best, whole = (
+        [min(_best_variants(*one, whole_tiles=only), key=lambda variant: variant.us) for one in kernels]
+        for only in (False, True)
+    )
+    ratio = sum(one.us for one in whole) / sum(one.us for one in best)
+    dq, dkv = whole
+    return BackwardTiling(dq.layout, dkv.layout, dq.kernel, dkv.kernel), ratio
+
+
 @dataclass(frozen=True)
 class _Estimate:
     layout: tuple[LayoutConfig, str | None]
@@ -130,22 +146,28 @@ class _Estimate:
     us: float
 
 
-def _best_variants(kernel: str, call: CallSpec, geometry: MaskGeometry) -> list[_Estimate]:
-    """For each tile size the variant with the lowest estimate: contiguous or gathered columns, row order, splits."""
+def _best_variants(kernel: str, call: CallSpec, geometry: MaskGeometry, whole_tiles: bool = False) -> list[_Estimate]:
+    """For each tile size the variant with the lowest estimate: contiguous or gathered columns, row order, splits.
+
+    With `whole_tiles`, columns are contiguous, rows in order and row blocks in one piece.
+    """
     on_gpu = geometry.device.type == "cuda"
     model = load_model(torch.cuda.get_device_name(geometry.device) if on_gpu else DEFAULT_DEVICE)
     tiles = tiles_of(kernel, call)
 
     def variants(tile: BackwardTile) -> Iterator[_Estimate]:
         times = model.backward[tile.key(kernel, call)]
-        for order, slabs in ((None, (None, 1)), *((name, (1,)) for name in geometry.row_orders)):
+        orders: list[tuple[str | None, tuple[int | None, ...]]] = [(None, (None, 1))]
+        if not whole_tiles:
+            orders += [(name, (1,)) for name in geometry.row_orders]
+        for order, slabs in orders:
             every = tuple(LayoutConfig(one.rows, one.columns, slab) for one in tiles for slab in slabs)
             counted = geometry.survey(every, order).counts
-            for slab in slabs:
+            for slab in (None,) if whole_tiles else slabs:
                 layout = LayoutConfig(tile.rows, tile.columns, slab)
                 counts = counted[layout]
                 longest = max(1, int((counts.partial + counts.full).max()))
-                for split in SPLITS:
+                for split in (0,) if whole_tiles else SPLITS:
                     if split < longest:
                         load = critical_load(tile, counts, split, *head_groups(kernel, call), model, times)
                         config = KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split)

@@ -339,7 +339,15 @@ def choose(
             failed = device is not None and failures.reason(KernelChoice(name), wide, device) is not None
             if implementation in (None, name) and not failed and not refusals(name, call):
                 return KernelChoice(name, widened=wide is not call)
-    ranked = candidates(call, device, geometry, layout_errors=layout_errors)
+    return first_of(candidates(call, device, geometry, layout_errors=layout_errors), call, implementation)
+
+
+def first_of(ranked: list[Candidate], call: CallSpec, implementation: str | None = None) -> KernelChoice:
+    """The choice of the first candidate that can run, of one implementation when it is named.
+
+    Raises:
+        UnsupportedError: none can; lists every reason of every implementation.
+    """
     for candidate in ranked:
         if not candidate.refusals and implementation in (None, candidate.name):
             return candidate.choice or KernelChoice(candidate.name)

@@ -224,9 +224,9 @@ def _read_tile(
     word = tl.arange(0, WORDS)
     tl.atomic_or(seen_ptr + word, some, mask=some != 0, sem="relaxed")
     all_columns = ((tile_column + 1) * BLOCK_N <= kv_len).to(tl.int32)
-    return (tl.sum((some != 0).to(tl.int32), 0) != 0).to(tl.int32), (
-        tl.sum((lacks != 0).to(tl.int32), 0) == 0
-    ).to(tl.int32) & all_columns
+    return (tl.sum((some != 0).to(tl.int32), 0) != 0).to(tl.int32), (tl.sum((lacks != 0).to(tl.int32), 0) == 0).to(
+        tl.int32
+    ) & all_columns
 
 
 @triton.jit

@@ -58,6 +58,9 @@ class FilledTiles:
 class TileFill:
     """Filling the tiles of one mask in one tile size. The device counts while the host continues.
 
+    Attributes:
+        rows, row_blocks: of all patterns, and of one.
+
     Args:
         source: what the kernels read.
         sizes: leading sizes of the mask.
@@ -80,6 +83,7 @@ class TileFill:
         self._source, self._which, self._sizes, self._device = source, which, sizes, device
         self._block_m, self._block_n = block_m, block_n
         self.row_blocks, self._columns = -(-lengths[0] // block_m), -(-lengths[1] // block_n)
+        self.rows = source.patterns * lengths[0]
         self._blocks = source.patterns * self.row_blocks
         self._is_program = source.kind == PROGRAM
         seen_words = 0 if self._is_program else self._columns * (block_n // 32)
@@ -194,5 +198,3 @@ def _maps_ranges(source: Source) -> bool:
     """Whether programs begin by mapping positions: their keys are looked at in aligned words only."""
     numbers, first = source.programs.numbers, source.programs.first
     return numbers[numbers[first]] > 0 and numbers[numbers[first] + 1] >= Op.QUERY_IN_RANGES
-
-
