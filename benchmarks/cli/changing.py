@@ -1,0 +1,103 @@
+"""`python -m benchmarks changing`: attention, and models, with another mask in every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stof.cli.common import device_of, must_be_writable, names, table_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from benchmarks.attention.changing import ChangingRow
+
+# The names of `--kinds` and `--impls`.
+_KINDS = "documents documents-host documents-device padding window bool function patterns block_topk"
+_IMPLS = "stof flex flex-eager-mask varlen sdpa"
+_SIZES = {
+    "cuda": "1,32,8,128,8192,8192 1,12,64,16384 1,32,8,128,32768,32768 1,32,8,128,131072,131072",
+    "cpu": "1,12,64,4096",
+}
+
+
+def changing(
+    sizes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces.")] = "",
+    kinds: Annotated[str, typer.Option(help="Kinds of masks, separated by spaces.")] = _KINDS,
+    impls: Annotated[str, typer.Option(help="Implementations, separated by spaces.")] = _IMPLS,
+    passes: Annotated[str, typer.Option(help="forward and both, separated by spaces.")] = "forward both",
+    steps: Annotated[int, typer.Option(min=1, help="New masks after the first three.")] = 100,
+    time_budget: Annotated[
+        float | None, typer.Option(help="Seconds; measurements have fewer steps, and the last none, to end in time.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16; default by device.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default the GPU if there is one.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the JSON here, after each measurement.")] = None,
+) -> None:
+    """Time attention under another mask in every step, beside a repeated one; checked against float64 first."""
+    from dataclasses import asdict
+
+    import torch
+    from rich.console import Console
+
+    from benchmarks.attention.changing import PASSES, Limits, changing_rows
+    from benchmarks.attention.changing_masks import KINDS
+    from benchmarks.attention.changing_ways import WAYS
+    from benchmarks.results_io import provenance, write_json
+    from stof.errors import ArgumentError
+    from stof.testing.attention_check import TOLERANCE
+    from stof.testing.mask_grid import Shape
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where = device_of(device)
+    precision = getattr(torch, dtype or ("bfloat16" if where.type == "cuda" else "float32"), None)
+    if precision not in TOLERANCE:
+        raise ArgumentError(f"dtype is float32, float16, bfloat16 or float64, got {dtype!r}")
+    wanted = [Shape.parse(text) for text in (sizes or _SIZES[where.type]).split()]
+    for shape in wanted:
+        if shape.q_len != shape.kv_len:
+            raise ArgumentError(f"--sizes takes as many queries as keys, got {shape}")
+    chosen = (
+        names("--kinds", kinds, KINDS), names("--impls", impls, WAYS), where, precision, Limits(steps, time_budget),
+        names("--passes", passes, PASSES),
+    )  # fmt: skip
+    progress, console, rows = Console(stderr=True), table_console(), []
+    for row in changing_rows(wanted, *chosen):
+        rows.append(row)
+        figures = row.note or f"repeated {row.repeated_ms:.2f} ms, a new mask adds {row.adds_ms:.2f} ms"
+        progress.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {figures}", soft_wrap=True, highlight=False)
+        if output is not None:
+            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
+    for row in rows:
+        if row.note:
+            console.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {row.note}", soft_wrap=True, style="dim")
+    console.print(changing_table(rows, f"Another mask in every step, {device_name(where)}, wall ms"))
+
+
+def changing_table(rows: Sequence[ChangingRow], title: str) -> Table:
+    """A line for each kind, shape and implementation, both passes beside each other."""
+    from rich.table import Table
+
+    from benchmarks.attention.changing import PASSES
+
+    table = Table(title=title)
+    for heading in ("mask", "shape", "by"):
+        table.add_column(heading)
+    found = {(row.kind, row.shape, row.impl, row.passes): row for row in rows}
+    passes = [one for one in PASSES if any(row.passes == one for row in rows)]
+    for heading in passes:
+        for figure in (heading, "adds", "worst", "first"):
+            table.add_column(figure, justify="right")
+    for key in dict.fromkeys((row.kind, row.shape, row.impl) for row in rows):
+        cells: list[str] = []
+        for one in passes:
+            row = found.get((*key, one))
+            times = () if row is None else (row.repeated_ms, row.adds_ms, row.worst_ms, max(row.first_ms, default=None))
+            cells += ["" if ms is None else f"{ms:.2f}" for ms in times] or [""] * 4
+        table.add_row(*key, *cells)
+    return table
