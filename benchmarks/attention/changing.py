@@ -28,7 +28,7 @@ from stof.testing.attention_check import TOLERANCE
 from stof.testing.mask_grid import Shape
 
 PASSES = ("forward", "both")
-# Steps reported apart, timed calls under a repeated mask, and new masks that are measured whatever time is left.
+# Steps reported apart, timed calls under a repeated mask, and calls of either that are timed however little time is left.
 FIRST_STEPS, REPEATS, _LEAST_STEPS = 3, 20, 5
 # Later steps, among the first 20, that are checked beside the first and the last.
 _CHECKED = 2
@@ -93,27 +93,26 @@ def changing_rows(
     limits: Limits, passes: Sequence[str] = PASSES,
 ) -> Iterator[ChangingRow]:  # fmt: skip
     """Check and time every implementation under every kind of mask."""
-    cells = list(dict.fromkeys((KINDS[kind].shape(size), kind) for size in sizes for kind in kinds))
-    cells = [(shape, kind) for shape, kind in cells if shape.q_len <= KINDS[kind].longest]
-    wanted = list(itertools.product(cells, impls, passes))
+    cells = list(dict.fromkeys((KINDS[kind].shape(size), KINDS[kind]) for size in sizes for kind in kinds))
+    cells = [(shape, kind) for shape, kind in cells if shape.q_len <= kind.longest]
+    reasons = {(*cell, impl): WAYS[impl].missing(cell[1], cell[0], device) for cell in cells for impl in impls}
+    left = len(passes) * list(reasons.values()).count(None)
     deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
     before: Any = None
     problem: _Problem | None = None
-    for number, ((shape, name), impl, what) in enumerate(wanted):
-        kind = KINDS[name]
-        row = ChangingRow(name, str(shape), str(dtype).removeprefix("torch."), impl, what)
-        left = None if deadline is None else deadline - time.monotonic()
-        reason = WAYS[impl].missing(kind, shape, device) or ("no time left" if left is not None and left < 0 else None)
-        if reason is not None:
-            yield replace(row, note=reason)
+    for ((shape, kind, impl), reason), what in itertools.product(reasons.items(), passes):
+        row = ChangingRow(kind.name, str(shape), str(dtype).removeprefix("torch."), impl, what)
+        seconds = None if deadline is None else deadline - time.monotonic()
+        if reason is not None or (seconds is not None and seconds < 0):
+            yield replace(row, note=reason or "no time left")
             continue
-        # Variants of documents share what torch.compile made.
-        if (shape, kind.mod) != before:
-            problem, before = None, (shape, kind.mod)
+        # Ways to give documents share what torch.compile made.
+        if problem is None or (shape, kind.mod) != before:
+            before = shape, kind.mod
             _forget(device)
-        problem = problem or _Problem.draw(shape, device, dtype)
-        share = None if left is None else 2 * left / (len(wanted) - number)
-        yield _measured(row, kind, problem, impl, limits.steps, share)
+            problem = _Problem.draw(shape, device, dtype)
+        yield _measured(row, kind, problem, impl, limits.steps, None if seconds is None else 2 * seconds / left)
+        left -= 1
 
 
 def _forget(device: torch.device) -> None:
@@ -148,14 +147,21 @@ def _measured(
     row: ChangingRow, kind: Kind, problem: _Problem, impl: str, steps: int, seconds: float | None
 ) -> ChangingRow:
     """The row with its times, or with a note of why it has none."""
-    stepper = _Stepper(kind, problem, impl, row.passes == "both")
     try:
-        return stepper.run(row, steps, seconds)
+        return _Stepper(kind, problem, impl, row.passes == "both").run(row, steps, seconds)
     except Exception as failure:  # a peer may refuse, or run out of memory: a row of the table
         note = str(failure) if isinstance(failure, _WrongError) else first_line(failure)
-    if problem.q.device.type == "cuda":
-        torch.cuda.empty_cache()
+    # Dynamo would run a function that it could not compile eagerly from now on.
+    _forget(problem.q.device)
     return replace(row, note=note)
+
+
+def _several(call: Callable[[], tuple[float, float]], count: int, end: float) -> list[tuple[float, float]]:
+    """Call `count` times, or fewer but no less than `_LEAST_STEPS` where they would last beyond `end`."""
+    times: list[tuple[float, float]] = []
+    while len(times) < min(count, _LEAST_STEPS) or (len(times) < count and time.monotonic() < end):
+        times.append(call())
+    return times
 
 
 class _Stepper:
@@ -175,20 +181,14 @@ class _Stepper:
         self.result: Sequence[Tensor] = ()
 
     def run(self, row: ChangingRow, steps: int, seconds: float | None) -> ChangingRow:
-        start = time.monotonic()
-        checked = {
-            0,
-            *(FIRST_STEPS + n for n in random.Random(0).sample(range(max(_CHECKED, min(steps, 20))), _CHECKED)),
-        }
+        end = float("inf") if seconds is None else time.monotonic() + seconds
+        among = range(FIRST_STEPS, FIRST_STEPS + max(_CHECKED, min(steps, 20)))
+        checked = {0, *random.Random(0).sample(among, _CHECKED)}
         first = [self.step(checked)[1] for _ in range(FIRST_STEPS)]
-        repeated = [self.timed(self.attend) for _ in range(2 + REPEATS)][2:]
+        self.attend()
+        repeated = _several(lambda: self.timed(self.attend), REPEATS, end)
         self.check()
-        new = []
-        while len(new) < steps:
-            late = seconds is not None and time.monotonic() - start > seconds
-            if late and len(new) >= _LEAST_STEPS:
-                break
-            new.append(self.step(checked))
+        new = _several(lambda: self.step(checked), steps, end)
         self.check()
         medians = [statistics.median(times) for times in (*zip(*repeated, strict=True), *zip(*new, strict=True))]
         on_gpu = self.device.type == "cuda"

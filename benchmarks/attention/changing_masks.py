@@ -1,4 +1,4 @@
-"""Masks that change in every step: what each step's mask is made from, for stof and as FlexAttention's users write it."""
+"""Masks that change in every step, made from what a step holds: stof's, and as FlexAttention's users write them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def drawn_ends(length: int, generator: torch.Generator) -> list[int]:
     """Cumulative lengths of documents that fill `length` tokens, from 0."""
     median = max(1, min(_MEDIAN_LENGTH, length // 8))
     drawn = (torch.randn(length // median * 4 + 8, generator=generator).exp() * median).ceil().int().tolist()
-    ends = [0, *(end for end in accumulate(drawn) if end < length), length]
-    return ends
+    return [0, *(end for end in accumulate(drawn) if end < length), length]
 
 
 def _documents_mod(source: Any, shape: Shape, device: torch.device) -> MaskMod:

@@ -66,38 +66,35 @@ def changing(
         names("--kinds", kinds, KINDS), names("--impls", impls, WAYS), where, precision, Limits(steps, time_budget),
         names("--passes", passes, PASSES),
     )  # fmt: skip
-    progress, console, rows = Console(stderr=True), table_console(), []
+    progress, rows = Console(stderr=True), []
     for row in changing_rows(wanted, *chosen):
         rows.append(row)
         figures = row.note or f"repeated {row.repeated_ms:.2f} ms, a new mask adds {row.adds_ms:.2f} ms"
         progress.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {figures}", soft_wrap=True, highlight=False)
         if output is not None:
             write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
-    for row in rows:
-        if row.note:
-            console.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {row.note}", soft_wrap=True, style="dim")
-    console.print(changing_table(rows, f"Another mask in every step, {device_name(where)}, wall ms"))
+    table_console().print(changing_table(rows, f"Another mask in every step, {device_name(where)}, wall ms"))
 
 
 def changing_table(rows: Sequence[ChangingRow], title: str) -> Table:
-    """A line for each kind, shape and implementation, both passes beside each other."""
+    """A line for each kind, shape and pass: times under a repeated mask, and what a new one adds."""
     from rich.table import Table
 
-    from benchmarks.attention.changing import PASSES
-
-    table = Table(title=title)
-    for heading in ("mask", "shape", "by"):
-        table.add_column(heading)
-    found = {(row.kind, row.shape, row.impl, row.passes): row for row in rows}
-    passes = [one for one in PASSES if any(row.passes == one for row in rows)]
-    for heading in passes:
-        for figure in (heading, "adds", "worst", "first"):
-            table.add_column(figure, justify="right")
-    for key in dict.fromkeys((row.kind, row.shape, row.impl) for row in rows):
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    table = Table("mask", "shape", "passes", title=title)
+    for impl in impls:
+        table.add_column(f"{impl}: repeated + new", justify="right")
+        if impl == impls[0]:
+            table.add_column("worst", justify="right")
+            table.add_column("first", justify="right")
+    found = {(row.kind, row.shape, row.passes, row.impl): row for row in rows}
+    for key in dict.fromkeys((row.kind, row.shape, row.passes) for row in rows):
         cells: list[str] = []
-        for one in passes:
-            row = found.get((*key, one))
-            times = () if row is None else (row.repeated_ms, row.adds_ms, row.worst_ms, max(row.first_ms, default=None))
-            cells += ["" if ms is None else f"{ms:.2f}" for ms in times] or [""] * 4
+        for impl in impls:
+            row = found[(*key, impl)]
+            cells.append(row.note[:5] if row.repeated_ms is None else f"{row.repeated_ms:.2f} + {row.adds_ms:.2f}")
+            if impl == impls[0]:
+                cells.append("" if row.worst_ms is None else f"{row.worst_ms:.2f}")
+                cells.append(" ".join(f"{ms:.0f}" for ms in row.first_ms))
         table.add_row(*key, *cells)
     return table
