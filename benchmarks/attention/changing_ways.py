@@ -102,10 +102,9 @@ def _varlen(kind: Kind, shape: Shape, device: torch.device) -> Prepared:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, int]) -> Tensor:
         ends, longest = mask
-        out = varlen_attn(
-            q[0], k[0], v[0], ends, ends, longest, longest, window_size=(-1, 0),
-            **({"enable_gqa": True} if q.shape[2] != k.shape[2] else {}),
-        )  # fmt: skip
+        # Older versions take grouped heads without being asked, and do not know the option.
+        options: Any = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+        out = varlen_attn(q[0], k[0], v[0], ends, ends, longest, longest, window_size=(-1, 0), **options)
         assert isinstance(out, Tensor)
         return out[None]
 

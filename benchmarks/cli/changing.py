@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from benchmarks.attention.changing import ChangingRow
+    from benchmarks.step_times import StepRow
 
 # The names of `--kinds` and `--impls`.
 _KINDS = "documents documents-host documents-device padding window bool function patterns block_topk"
@@ -22,6 +22,10 @@ _IMPLS = "stof flex flex-eager-mask varlen sdpa"
 _SIZES = {
     "cuda": "1,32,8,128,8192,8192 1,12,64,16384 1,32,8,128,32768,32768 1,32,8,128,131072,131072",
     "cpu": "1,12,64,4096",
+}
+_CASES = {
+    "cuda": "llama,1,16384 gemma3,1,16384 modernbert,16,1024",
+    "cpu": "llama,1,512 gemma3,1,512 modernbert,4,128",
 }
 
 
@@ -31,6 +35,8 @@ def changing(
     impls: Annotated[str, typer.Option(help="Implementations, separated by spaces.")] = _IMPLS,
     passes: Annotated[str, typer.Option(help="forward and both, separated by spaces.")] = "forward both",
     steps: Annotated[int, typer.Option(min=1, help="New masks after the first three.")] = 100,
+    models: Annotated[bool, typer.Option("--models", help="Time whole models instead.")] = False,
+    cases: Annotated[str, typer.Option(help="With --models: model,batch,tokens, separated by spaces.")] = "",
     time_budget: Annotated[
         float | None, typer.Option(help="Seconds; measurements have fewer steps, and the last none, to end in time.")
     ] = None,
@@ -44,9 +50,10 @@ def changing(
     import torch
     from rich.console import Console
 
-    from benchmarks.attention.changing import PASSES, Limits, changing_rows
+    from benchmarks.attention.changing import PASSES, changing_rows
     from benchmarks.attention.changing_masks import KINDS
     from benchmarks.attention.changing_ways import WAYS
+    from benchmarks.models.changing import ModelCase, model_rows
     from benchmarks.results_io import provenance, write_json
     from stof.errors import ArgumentError
     from stof.testing.attention_check import TOLERANCE
@@ -62,12 +69,15 @@ def changing(
     for shape in wanted:
         if shape.q_len != shape.kv_len:
             raise ArgumentError(f"--sizes takes as many queries as keys, got {shape}")
-    chosen = (
-        names("--kinds", kinds, KINDS), names("--impls", impls, WAYS), where, precision, Limits(steps, time_budget),
-        names("--passes", passes, PASSES),
-    )  # fmt: skip
-    progress, rows = Console(stderr=True), []
-    for row in changing_rows(wanted, *chosen):
+    chosen = names("--kinds", kinds, KINDS), names("--impls", impls, WAYS), names("--passes", passes, PASSES)
+    options = where, steps, time_budget
+    progress = Console(stderr=True)
+    rows: list[StepRow] = []
+    if models:
+        found = model_rows([ModelCase.parse(text) for text in (cases or _CASES[where.type]).split()], *options)
+    else:
+        found = changing_rows(wanted, *chosen, *options, dtype=precision)
+    for row in found:
         rows.append(row)
         figures = row.note or f"repeated {row.repeated_ms:.2f} ms, a new mask adds {row.adds_ms:.2f} ms"
         progress.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {figures}", soft_wrap=True, highlight=False)
@@ -76,25 +86,26 @@ def changing(
     table_console().print(changing_table(rows, f"Another mask in every step, {device_name(where)}, wall ms"))
 
 
-def changing_table(rows: Sequence[ChangingRow], title: str) -> Table:
+def changing_table(rows: Sequence[StepRow], title: str) -> Table:
     """A line for each kind, shape and pass: times under a repeated mask, and what a new one adds."""
     from rich.table import Table
 
     impls = list(dict.fromkeys(row.impl for row in rows))
-    table = Table("mask", "shape", "passes", title=title)
+    table = Table("mask", "shape", "passes", title=title, caption="under a repeated mask + what a new mask adds")
     for impl in impls:
-        table.add_column(f"{impl}: repeated + new", justify="right")
-        if impl == impls[0]:
-            table.add_column("worst", justify="right")
-            table.add_column("first", justify="right")
+        for heading in (impl, "worst", "first")[: 3 if impl == impls[0] else 1]:
+            table.add_column(heading, justify="right", no_wrap=True)
     found = {(row.kind, row.shape, row.passes, row.impl): row for row in rows}
     for key in dict.fromkeys((row.kind, row.shape, row.passes) for row in rows):
         cells: list[str] = []
         for impl in impls:
-            row = found[(*key, impl)]
-            cells.append(row.note[:5] if row.repeated_ms is None else f"{row.repeated_ms:.2f} + {row.adds_ms:.2f}")
+            row = found.get((*key, impl))
+            if row is None or row.repeated_ms is None or row.worst_ms is None:
+                word = "" if row is None else row.note.split(":")[0]
+                cells += [word if word in ("wrong", "failed") else "-", "", ""][: 3 if impl == impls[0] else 1]
+                continue
+            cells.append(f"{row.repeated_ms:.2f} + {row.adds_ms:.2f}")
             if impl == impls[0]:
-                cells.append("" if row.worst_ms is None else f"{row.worst_ms:.2f}")
-                cells.append(" ".join(f"{ms:.0f}" for ms in row.first_ms))
+                cells += [f"{row.worst_ms:.2f}", " ".join(f"{ms:.0f}" for ms in row.first_ms)]
         table.add_row(*key, *cells)
     return table
