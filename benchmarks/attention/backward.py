@@ -22,7 +22,7 @@ from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
 
 # The largest error of a gradient, relative to the largest value, by bytes of an element.
-_TOLERANCE = {2: 3e-2, 4: 1e-3, 8: 1e-10}
+GRADIENT_TOLERANCE = {2: 3e-2, 4: 1e-3, 8: 1e-10}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _cell(
             out = attend(q, k, v)
             gradients, again = (torch.autograd.grad(out, (q, k, v), grad, retain_graph=True) for _ in range(2))
             error = _error([x.transpose(1, 2) if way.sequence_major else x for x in gradients], d_out, problem)
-            if not error <= _TOLERANCE[q.itemsize]:
+            if not error <= GRADIENT_TOLERANCE[q.itemsize]:
                 raise ValueError(f"wrong: a gradient is off by {error:.2g} of the largest")
         except Exception as failure:  # a peer may refuse, or run out of memory: a row of the table
             yield row(impl, "both", None, note=f"{type(failure).__name__}: {failure}".splitlines()[0])

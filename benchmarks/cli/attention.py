@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.cli.against import against
+from benchmarks.cli.changing import changing
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search, train
@@ -53,6 +54,7 @@ app.command(cls=CheckedCommand)(search)
 app.command(cls=CheckedCommand)(start)
 app.command(cls=CheckedCommand)(paper)
 app.command(cls=CheckedCommand)(against)
+app.command(cls=CheckedCommand)(changing)
 
 
 @app.callback()

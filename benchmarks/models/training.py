@@ -80,19 +80,19 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _loss(model: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+def loss_of(model: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
     out = model(**inputs)[0].float()
     return (out * torch.linspace(-1, 1, out.shape[-1], device=out.device)).sin().mean()
 
 
-def _gradients(model: nn.Module) -> Tensor:
+def gradients_of(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten().float() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
 
 def _exact_gradients(model: nn.Module, case: Case, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
     changed, arguments = with_attention(model, case, "sdpa", device)
-    _loss(changed, inputs | arguments).backward()
-    return _gradients(changed)
+    loss_of(changed, inputs | arguments).backward()
+    return gradients_of(changed)
 
 
 def _timed(
@@ -112,11 +112,11 @@ def _timed(
     def forward_and_backward() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = _loss(compiled, inputs | arguments)
+            loss = loss_of(compiled, inputs | arguments)
         loss.backward()
 
     forward_and_backward()
-    cosine = float(F.cosine_similarity(_gradients(changed).double(), exact.double(), 0))
+    cosine = float(F.cosine_similarity(gradients_of(changed).double(), exact.double(), 0))
     if not cosine >= _COSINE:
         return TrainingRow(str(case), way, mode, cosine=cosine, problem=f"wrong: cosine {cosine:.4f} to float32")
     times = []
