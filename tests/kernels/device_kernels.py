@@ -79,6 +79,8 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that fill tile lists."""
     from stof.kernels.fill import fill_kernels, tiles
+    from stof.kernels.hopper.fill_work import write_work
+    from stof.kernels.triton.fill_items import write_items
     from stof.layout.builders.gpu import mask_input as source
 
     ints, i = "*i32", "i32"
@@ -92,8 +94,8 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
                 constants = [*sizes, tiles.WRITTEN[is_program], width]
                 yield fill_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
     yield fill_kernels.find_unseen_keys, [ints, *[i] * 6], {}
-    yield fill_kernels.write_items, [ints, ints, i, i], {}
-    yield fill_kernels.write_work, [*[ints] * 6, *[i] * 8], {}
+    yield write_items, [ints, ints, i, i], {}
+    yield write_work, [*[ints] * 6, *[i] * 8], {}
 
 
 def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
+from stof.kernels.config import KernelConfig
 from stof.kernels.fill.tiles import FilledTiles, start_fill
 from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
 from stof.kernels.hopper.tile_scheduler import WORK
-from stof.kernels.config import KernelConfig
-from stof.kernels.triton.backward_tiles import ITEM, filled_backward_tiles
+from stof.kernels.triton.backward_tiles import ITEM
+from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.masks import Mask, transposed
 from stof.masks.index import Index
-from stof.masks.per_head import for_batch, for_heads
 from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
@@ -64,7 +63,8 @@ def kept_by(lists: FilledTiles, q_len: int, kv_len: int, tile: tuple[int, int], 
     pointers, partial = lists.row_block_ptr.tolist(), lists.partial_count.tolist()
     columns, number = lists.columns.cpu(), lists.tile_bitmap.tolist()
     bits = bits_of(lists, block_n)
-    assert pointers[-1] == lists.tiles and len(columns) == lists.tiles + 3
+    assert pointers[-1] == lists.tiles
+    assert len(columns) == lists.tiles + 3
     for block in range(patterns * lists.row_blocks):
         pattern, row = block // lists.row_blocks, block % lists.row_blocks * block_m
         for tile_number in range(pointers[block], pointers[block + 1]):
@@ -76,7 +76,8 @@ def kept_by(lists: FilledTiles, q_len: int, kv_len: int, tile: tuple[int, int], 
             assert is_partial or number[tile_number] == 1
             here = bits[number[tile_number]]
             if not is_partial:
-                assert there.all() and (read.diff() == 1).all()
+                assert there.all()
+                assert (read.diff() == 1).all()
                 here = torch.ones_like(here)
             assert not here[:, ~there].any()
             keep[pattern, row : row + block_m].index_add_(1, read[there].long(), here[:, there].long())
@@ -179,7 +180,8 @@ def test_every_row_block_is_one_work_tile(number: int, at_once: int) -> None:
     heads = 3
     work, lists = work_of(mask, q_len, kv_len, batch, heads, min(at_once, batch * heads))
     count = batch * heads * lists.row_blocks
-    assert (work[:count, WORK.work_count] == count).all() and not work[count].any()
+    assert (work[:count, WORK.work_count] == count).all()
+    assert not work[count].any()
     where = work[:count, [WORK.batch, WORK.head, WORK.row_block]].tolist()
     assert len({tuple(one) for one in where}) == count
     pointers, tiles = lists.row_block_ptr.tolist(), len(lists.tile_bitmap) - 3
@@ -190,9 +192,11 @@ def test_every_row_block_is_one_work_tile(number: int, at_once: int) -> None:
         begin, end = pointers[block], pointers[block + 1]
         if begin == end:
             begin, end = tiles, tiles + 1
-            assert int(lists.tile_columns[tiles]) >= kv_len and int(row[WORK.partial_end]) == end
+            assert int(lists.tile_columns[tiles]) >= kv_len
+            assert int(row[WORK.partial_end]) == end
         assert (int(row[WORK.begin]), int(row[WORK.end])) == (begin, end)
-        assert int(row[WORK.pattern]) == pattern and int(row[WORK.parts]) == 1
+        assert int(row[WORK.pattern]) == pattern
+        assert int(row[WORK.parts]) == 1
         assert int(row[WORK.columns]) == int(lists.tile_columns[begin])
         assert int(row[WORK.bitmap]) == int(lists.tile_bitmap[begin])
 
@@ -211,6 +215,7 @@ def test_backward_items(number: int) -> None:
     assert lists is not None
     items = filled_backward_tiles(lists, q_len).items.cpu()
     assert sorted(items[:, ITEM.row_block].tolist()) == list(range(lists.row_blocks))
-    assert (items[:, ITEM.chunks] == 1).all() and not items[:, [ITEM.chunk, ITEM.slot]].any()
+    assert (items[:, ITEM.chunks] == 1).all()
+    assert not items[:, [ITEM.chunk, ITEM.slot]].any()
     tiles = lists.row_block_ptr.cpu().diff().view(-1, lists.row_blocks).amax(0)
     assert (tiles[items[:, ITEM.row_block].long()].diff() <= 0).all()

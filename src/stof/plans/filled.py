@@ -9,7 +9,8 @@ from typing import NamedTuple
 from stof.kernels.fill.tiles import TileFill, start_fill
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
-from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward, filled_backward_tiles
+from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward
+from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout import LayoutConfig
 from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, Candidate, KernelChoice, MaskGeometry, failures
@@ -59,7 +60,8 @@ class CountedTiles:
 
     def forward(self, geometry: MaskGeometry, choice: KernelChoice) -> PreparedTiles:
         """Write the lists of the choice under whose tiles was counted."""
-        assert choice.layout is not None and choice.kernel is not None
+        assert choice.layout is not None
+        assert choice.kernel is not None
         filled = self.fill.write(self.tiles, self.partial, every_column=False)
         return prepare_filled(filled, (geometry.q_len, geometry.kv_len), choice.layout.block_n, choice.kernel)
 
@@ -143,7 +145,8 @@ def kept_tiling(kept: KeptChoices, geometry_of: Callable[[bool], MaskGeometry]) 
         tiling, counted = near.choice, _count_both(near.choice, geometry_of)
     if counted is None or near.choice is not tiling:
         return ServingTiling(near.choice, None)
-    assert tiling.dq is not None and tiling.dkv is not None
+    assert tiling.dq is not None
+    assert tiling.dkv is not None
     rows = geometry_of(False).q_len, geometry_of(True).q_len
     dq, dkv = (one.backward(length) for one, length in zip(counted, rows, strict=True))
     return ServingTiling(tiling, PreparedBackward(dq, tiling.dq, dkv, tiling.dkv))
@@ -165,7 +168,8 @@ def _count_both(
     tiling: BackwardTiling, geometry_of: Callable[[bool], MaskGeometry]
 ) -> tuple[CountedTiles, CountedTiles] | None:
     """Count the tiles of the mask and of the transposed mask; None if either cannot be filled."""
-    assert tiling.dq_layout is not None and tiling.dkv_layout is not None
+    assert tiling.dq_layout is not None
+    assert tiling.dkv_layout is not None
     dq, dkv = count_tiles((geometry_of(False), tiling.dq_layout[0]), (geometry_of(True), tiling.dkv_layout[0]))
     return None if dq is None or dkv is None else (dq, dkv)
 
@@ -180,7 +184,7 @@ def count_tiles(*counted: tuple[MaskGeometry, LayoutConfig]) -> list[CountedTile
     """Count the tiles of masks, all before the host waits for any; None for masks that cannot be filled."""
     fills = [_start(geometry, config) for geometry, config in counted]
     results: list[CountedTiles | None] = []
-    for fill, (geometry, config) in zip(fills, counted, strict=True):
+    for fill, (_, config) in zip(fills, counted, strict=True):
         counts = None if fill is None else fill.counts()
         if fill is None or counts is None:
             results.append(None)

@@ -1,7 +1,7 @@
-"""Triton kernels that fill the lists of attention kernels on the device: one counts tiles, the others write the lists.
+"""Triton kernels that fill tile lists on the device: they count the tiles of a mask, then write them.
 
-Tiles are contiguous and aligned, rows keep their order, no row block is split, and each partial tile has a bitmap. Bitmap
-0 keeps nothing and bitmap 1 everything. After `count_tiles`, the host reads how much memory the lists take.
+Tiles are contiguous and aligned, rows keep their order, no row block is split, and each partial tile has a bitmap.
+Bitmap 0 keeps nothing and bitmap 1 everything. After `count_tiles`, the host reads how much memory the lists take.
 
 Attention kernels must not read keys that no query sees: their values may be anything. The number of keys that come
 before the first unseen one is `seen` of a pattern; later keys must be unseen too. A tile
@@ -16,10 +16,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.kernels.hopper.tile_scheduler import WORK, WORK_SIZE
-from stof.kernels.triton.backward_tiles import ITEM
 from stof.layout.builders.gpu.program import program_bits, program_bounds, run_of_bits
-from stof.layout.builders.gpu.tile_bits import PROGRAM, QUADS, SIZES, bits_of, start_of
+from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Codes of tiles.
 _EMPTY, _PARTIAL, _FULL = (tl.constexpr(code) for code in range(3))
@@ -30,20 +28,6 @@ _CHUNK = tl.constexpr(KEYS)
 _NOTHING, _EVERYTHING, _KNOWN = (tl.constexpr(bitmap) for bitmap in range(3))
 # Queries of which one sees most keys, see `find_unseen_keys`.
 _WITNESSES = tl.constexpr(3)
-# (Batch entry, head) pairs whose work tiles are written together.
-_PAIRS = tl.constexpr(32)
-(
-    _ROW_BLOCK, _BATCH, _HEAD, _BEGIN, _PARTIAL_END, _END, _PARTS, _PATTERN, _BITMAP, _WORK_COUNT, _COLUMNS,
-) = (
-    tl.constexpr(field)
-    for field in (
-        WORK.row_block, WORK.batch, WORK.head, WORK.begin, WORK.partial_end, WORK.end, WORK.parts, WORK.pattern,
-        WORK.bitmap, WORK.work_count, WORK.columns,
-    )
-)  # fmt: skip
-_WORK_SIZE = tl.constexpr(WORK_SIZE)
-_ITEM_ROW_BLOCK, _ITEM_CHUNKS = tl.constexpr(ITEM.row_block), tl.constexpr(ITEM.chunks)
-_ITEM_SIZE = tl.constexpr(len(ITEM))
 
 
 @triton.jit
@@ -52,8 +36,8 @@ def _state_pointers(state_ptr, blocks, patterns, columns, seen_words):
     """Where everything lies in the state, int32.
 
     Zero at first: partial and full tiles of row blocks; by pattern, keys from the first unseen one on, and up to the
-    last seen one; thread blocks that are done; words of seen keys, of a bool tensor. Anything at first: where the partial tiles, and all tiles, of
-    each row block begin; codes of tiles, int8.
+    last seen one; thread blocks that are done; words of seen keys, of a bool tensor. Anything at first: where the
+    partial tiles, and all tiles, of each row block begin; codes of tiles, int8.
     """
     unseen_ptr = state_ptr + 2 * blocks
     done_ptr = unseen_ptr + 2 * patterns
@@ -436,7 +420,7 @@ def _write_rest(
     state_ptr, begin_ptr, pattern_of_ptr, pointers_ptr, partial_count_ptr, columns_ptr, tile_bitmap_ptr, bitmaps_ptr,
     blocks, patterns, kv_len, tiles, entries, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write what is not of one group: pointers, the tiles past the end, and the bitmaps that are there for every mask."""
+    """Write what is not of one group: pointers, the tiles past the end, and the bitmaps that every mask has."""
     for first in range(0, blocks, _CHUNK):
         block = first + tl.arange(0, _CHUNK)
         exists = block < blocks
@@ -462,7 +446,7 @@ def _write_rest(
 
 @triton.jit
 @no_type_check
-def _rank(pointers_ptr, row_block, row_blocks, patterns):
+def rank_of(pointers_ptr, row_block, row_blocks, patterns):
     """How many row blocks come before this one, longest first; with several patterns, by the longest of them."""
     mine = 0
     for pattern in range(patterns):
@@ -480,78 +464,3 @@ def _rank(pointers_ptr, row_block, row_blocks, patterns):
         earlier = (tiles > mine) | ((tiles == mine) & (other < row_block))
         before += tl.sum((exists & earlier).to(tl.int32), 0)
     return before
-
-
-@triton.jit(do_not_specialize=["row_blocks", "patterns"])
-@no_type_check
-def write_items(pointers_ptr, items_ptr, row_blocks, patterns):
-    """Write the item of a row block to its place among the items of `BackwardTiles`, which all patterns share."""
-    row_block = tl.program_id(0)
-    item_ptr = items_ptr + _rank(pointers_ptr, row_block, row_blocks, patterns) * _ITEM_SIZE
-    field = tl.arange(0, _ITEM_SIZE)
-    value = tl.where(field == _ITEM_ROW_BLOCK, row_block, tl.where(field == _ITEM_CHUNKS, 1, 0))
-    tl.store(item_ptr + field, value)
-
-
-@triton.jit(
-    do_not_specialize=["row_blocks", "patterns", "mask_batch", "mask_heads", "batch", "heads", "heads_at_once", "tiles"]
-)
-@no_type_check
-def write_work(
-    pattern_of_ptr,  # [mask_batch, mask_heads] int32
-    pointers_ptr,  # [P * R + 1] int32
-    partial_count_ptr,  # [P * R] int32
-    columns_ptr,  # [T + 3] int32
-    tile_bitmap_ptr,  # [T + 3] int32
-    work_ptr,  # [B * H * R + 1, WORK_SIZE] int32, see `tile_scheduler.WorkFields`
-    row_blocks,
-    patterns,
-    mask_batch,
-    mask_heads,
-    batch,
-    heads,
-    heads_at_once,
-    tiles,
-):
-    """Write the work tiles of a row block for every (batch entry, head) pair of its pattern.
-
-    One group of pairs follows another; within a group come the longest row blocks of each pattern first.
-    """
-    pid = tl.program_id(0)
-    field = tl.arange(0, _WORK_SIZE)
-    pairs = batch * heads
-    count = pairs * row_blocks
-    if pid == patterns * row_blocks:  # the row that is only fetched
-        tl.store(work_ptr + count.to(tl.int64) * _WORK_SIZE + field, tl.zeros([_WORK_SIZE], tl.int32))
-        return
-    pattern = pid // row_blocks
-    row_block = pid % row_blocks
-    rank = _rank(pointers_ptr + pattern * row_blocks, row_block, row_blocks, 1)
-    begin = tl.load(pointers_ptr + pid)
-    end = tl.load(pointers_ptr + pid + 1)
-    # A row block without tiles has the one past the end.
-    empty = begin == end
-    begin = tl.where(empty, tiles, begin)
-    end = tl.where(empty, tiles + 1, end)
-    partial_end = tl.where(empty, end, begin + tl.load(partial_count_ptr + pid))
-    shared = tl.where(field == _ROW_BLOCK, row_block, 0)
-    shared = tl.where(field == _BEGIN, begin, shared)
-    shared = tl.where(field == _PARTIAL_END, partial_end, shared)
-    shared = tl.where(field == _END, end, shared)
-    shared = tl.where(field == _PARTS, 1, shared)
-    shared = tl.where(field == _PATTERN, pattern, shared)
-    shared = tl.where(field == _BITMAP, tl.load(tile_bitmap_ptr + begin), shared)
-    shared = tl.where(field == _WORK_COUNT, count, shared)
-    shared = tl.where(field == _COLUMNS, tl.load(columns_ptr + begin), shared)
-    for first in range(0, pairs, _PAIRS):
-        pair = first + tl.arange(0, _PAIRS)
-        b = pair // heads
-        h = pair % heads
-        at = tl.where(mask_batch > 1, b, 0) * mask_heads + tl.where(mask_heads > 1, h, 0)
-        mine = (pair < pairs) & (tl.load(pattern_of_ptr + at, mask=pair < pairs, other=-1) == pattern)
-        group = pair // heads_at_once
-        in_group = tl.minimum(heads_at_once, pairs - group * heads_at_once)
-        place = group * heads_at_once * row_blocks + rank * in_group + pair % heads_at_once
-        row = tl.where(field[None, :] == _BATCH, b[:, None], shared[None, :])
-        row = tl.where(field[None, :] == _HEAD, h[:, None], row)
-        tl.store(work_ptr + place.to(tl.int64)[:, None] * _WORK_SIZE + field[None, :], row, mask=mine[:, None])

@@ -28,17 +28,18 @@ class FilledTileLists(TileLists):
 
     def work_list(self, batch: int, heads: int, heads_at_once: int) -> Tensor:
         """The work tiles of a call, int32 `[W + 1, WORK_SIZE]`, as `tile_scheduler.work_list` lists them."""
-        from stof.kernels.fill import fill_kernels
+        from stof.kernels.hopper.fill_work import write_work
         from stof.runtime.launch import launch
 
-        assert self.row_block_ptr is not None and self.partial_count is not None
+        assert self.row_block_ptr is not None
+        assert self.partial_count is not None
         device = self.row_block_ptr.device
         work = torch.empty((batch * heads * self.row_blocks + 1, WORK_SIZE), dtype=torch.int32, device=device)
         patterns = len(self.partial_count) // self.row_blocks
         tensors = (self.pattern_of, self.row_block_ptr, self.partial_count, self.tile_columns, self.tile_bitmap, work)
         tiles = len(self.tile_bitmap) - 3
         sizes = (self.row_blocks, patterns, *self.pattern_of.shape, batch, heads, heads_at_once, tiles)
-        launch(fill_kernels.write_work, len(self.partial_count) + 1, tensors, sizes, (), device=device)
+        launch(write_work, len(self.partial_count) + 1, tensors, sizes, (), device=device)
         return work
 
 

@@ -16,7 +16,6 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.common import PARTIAL_TILE_COST, parts_of
 from stof.kernels.config import KernelConfig
-from stof.kernels.fill.tiles import FilledTiles
 from stof.kernels.triton.work_list import only_live_columns
 from stof.layout import Layout
 
@@ -135,37 +134,6 @@ def prepare_backward(
         dq_config,
         make_backward_tiles(transposed, dkv_config.split_tiles),
         dkv_config,
-    )
-
-
-def filled_backward_tiles(filled: FilledTiles, rows: int) -> BackwardTiles:
-    """The lists of filled tiles with all columns, of `rows` rows, for kernels that take tiles of both kinds."""
-    from stof.kernels.fill import fill_kernels
-    from stof.runtime.launch import launch
-
-    empty, device = filled.pattern_of.new_empty(0), filled.pattern_of.device
-    items = torch.empty((filled.row_blocks, len(ITEM)), dtype=torch.int32, device=device)
-    patterns = len(filled.partial_count) // filled.row_blocks
-    tensors = (filled.row_block_ptr, items)
-    launch(fill_kernels.write_items, filled.row_blocks, tensors, (filled.row_blocks, patterns), (), device=device)
-    return BackwardTiles(
-        pattern_of=filled.pattern_of,
-        items=items,
-        splits=empty.view(0, 3),
-        row_block_ptr=filled.row_block_ptr,
-        partial_count=filled.partial_count,
-        columns=filled.columns,
-        tile_bitmap=filled.tile_bitmap,
-        bitmaps=filled.bitmaps,
-        row_order=empty,
-        block_m=filled.bitmaps.shape[1],
-        block_n=filled.columns.shape[1],
-        rows=rows,
-        row_blocks=filled.row_blocks,
-        slots=0,
-        has_partial=True,
-        has_full=True,
-        full_contiguous=True,
     )
 
 
