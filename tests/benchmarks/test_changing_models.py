@@ -33,8 +33,6 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     bert = {name: value for name, value in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
     small = {"local_attention": 16, "global_attn_every_n_layers": 2}
     monkeypatch.setitem(changing.CONFIGS, "modernbert", bert | small | _SPECIAL)
-    monkeypatch.setattr(changing, "_TRAINING_WAYS", ("stof", "sdpa"))
-    monkeypatch.setattr(changing, "_INFERENCE_WAYS", ("stof", "stof-pack", "sdpa"))
     monkeypatch.setattr(step_times, "REPEATS", 1)
 
 
