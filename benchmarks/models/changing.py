@@ -121,6 +121,7 @@ def _changed(exact: Any, way: str, dtype: torch.dtype) -> Any:
     if way in ("stof", "stof-pack"):
         return stof_hf.enable(model)
     if way == "flex":
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         model.set_attn_implementation("flex_attention")
     elif way == "sdpa-reduce-overhead":
         return torch.compile(model, mode="reduce-overhead", dynamic=False)

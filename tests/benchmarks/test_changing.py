@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 import stof
@@ -95,6 +97,31 @@ def test_failures_and_tensors_with_the_sequence_first(monkeypatch: pytest.Monkey
     rows = rows_of(["documents-device"], ["varlen", "sdpa"])
     assert rows[0].adds_ms is not None
     assert rows[1].note == "failed: RuntimeError: not here"
+
+
+@pytest.mark.parametrize("kind", ["documents", "documents-host", "documents-device"])
+def test_varlen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of PyTorch's function, which runs on GPUs alone."""
+    pytest.importorskip("torch.nn.attention.varlen")
+
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert window_size == (-1, 0)
+        assert cu_seq_q.dtype == torch.int32
+        assert int(cu_seq_q.diff().max()) == max_q == max_k
+        parts = zip(*(x.split(cu_seq_k.diff().tolist()) for x in (q, k, v)), strict=True)
+        out = [
+            scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=True, enable_gqa=enable_gqa)
+            for part in parts
+        ]
+        return torch.cat(out, 1).transpose(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setitem(changing.WAYS, "varlen", replace(changing.WAYS["varlen"], missing=lambda *about: None))
+    (row,) = rows_of([kind], ["varlen"])
+    assert row.new_ms is not None, row.note
 
 
 def test_time_budget() -> None:
