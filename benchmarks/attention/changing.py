@@ -38,19 +38,21 @@ def changing_rows(
         seconds: after which no further measurement begins; steps end early where others would be left without time.
     """
     cells = list(dict.fromkeys((KINDS[kind].shape(size), KINDS[kind]) for size in sizes for kind in kinds))
-    cells = [(shape, kind) for shape, kind in cells if shape.q_len <= kind.longest]
-    reasons = {(*cell, impl): WAYS[impl].missing(cell[1], cell[0], device) for cell in cells for impl in impls}
-    budget = Budget(seconds, len(passes) * list(reasons.values()).count(None))
-    before: Any = None
+    shapes = [shape for shape, _ in cells]
+    cells = [cell for cell in sorted(cells, key=lambda cell: shapes.index(cell[0])) if cell[0].q_len <= cell[1].longest]
+    # The first implementation everywhere, then the others: they are what a budget leaves out.
+    wanted = [(*cell, impl) for part in (impls[:1], impls[1:]) for cell in cells for impl in part]
+    reasons = [WAYS[impl].missing(kind, shape, device) for shape, kind, impl in wanted]
+    budget = Budget(seconds, len(passes) * reasons.count(None))
     problem: _Problem | None = None
-    for ((shape, kind, impl), reason), what in itertools.product(reasons.items(), passes):
+    for ((shape, kind, impl), reason), what in itertools.product(zip(wanted, reasons, strict=True), passes):
         row = StepRow(kind.name, str(shape), str(dtype).removeprefix("torch."), impl, what)
         if reason is not None or budget.spent:
             yield replace(row, note=reason or "no time left")
             continue
-        # Ways to give documents share what torch.compile made.
-        if problem is None or (shape, kind.mod) != before:
-            before = shape, kind.mod
+        # Masks of one shape share what torch.compile made: few of their functions differ.
+        if problem is None or problem.shape != shape:
+            problem = None
             forget(device)
             problem = _Problem.draw(shape, device, dtype)
         prepare = partial(_Attention, kind, problem, impl, what == "both")

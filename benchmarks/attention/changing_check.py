@@ -15,6 +15,9 @@ from stof.testing.mask_grid import Shape
 # Rows and keys of longer sequences are sampled.
 _ALL_ROWS = {"cuda": 8192, "cpu": 1024}
 _ROWS, _CLUSTERS, _CLUSTER = 256, 3, 16
+# Gradients of q and k are 0 but for rounding where every query sees one key: errors relative to no less than this share
+# of the largest value.
+_LEAST_SCALE = 1e-2
 # Scores computed at a time.
 _SCORES = 2**26
 
@@ -65,7 +68,9 @@ def errors_of(
                 error.take(found[b, h, part], expected)
     for error, found, expected in zip(errors[2:], result[2:], (d_k, d_v), strict=False):
         error.take(found[b, kv_head, keys], expected[keys])
-    return Errors(errors[0].relative, max((error.relative for error in errors[1:]), default=0.0))
+    least = _LEAST_SCALE * max(error.value for error in errors)
+    out, *gradients = (error.difference / max(error.value, least, 1e-300) for error in errors)
+    return Errors(out, max(gradients, default=0.0))
 
 
 class _Largest:
@@ -76,10 +81,6 @@ class _Largest:
     def take(self, found: Tensor, expected: Tensor) -> None:
         self.difference = max(self.difference, float((found.double() - expected).abs().max()))
         self.value = max(self.value, float(expected.abs().max()))
-
-    @property
-    def relative(self) -> float:
-        return self.difference / max(self.value, 1e-30)
 
 
 def _sampled(shape: Shape, device: torch.device, drawn: random.Random) -> tuple[Tensor, Tensor]:

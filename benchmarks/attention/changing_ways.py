@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,11 @@ def _varlen(kind: Kind, shape: Shape, device: torch.device) -> Prepared:
 
     assert kind.ends is not None
     ends_of = kind.ends
+    # PyTorch 2.10 has neither option, and takes grouped heads without being asked.
+    known = inspect.signature(varlen_attn).parameters
+    options: Any = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = shape.heads != shape.kv_heads
 
     def make(source: Any) -> tuple[Tensor, int]:
         ends = torch.as_tensor(ends_of(source), dtype=torch.int32)
@@ -102,9 +108,7 @@ def _varlen(kind: Kind, shape: Shape, device: torch.device) -> Prepared:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, int]) -> Tensor:
         ends, longest = mask
-        # Older versions take grouped heads without being asked, and do not know the option.
-        options: Any = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-        out = varlen_attn(q[0], k[0], v[0], ends, ends, longest, longest, window_size=(-1, 0), **options)
+        out = varlen_attn(q[0], k[0], v[0], ends, ends, longest, longest, **options)
         assert isinstance(out, Tensor)
         return out[None]
 
