@@ -22,7 +22,8 @@ def hasty_interpreter() -> Iterator[None]:
 
     It looks dtypes up in a table made anew each time, and with every call of a device function goes through all of
     `triton.language` once more to replace its operations, though the kernel that runs has them replaced. It looks for
-    overflows of integers, and reports none unless it runs in debug mode.
+    overflows of integers, and reports none unless it runs in debug mode. It says that comparisons are of the dtype they
+    compare, so that Triton 3.9's turns a bool it broadcasts into an int32, which it refuses as a mask.
     """
     from triton.runtime import interpreter
 
@@ -53,9 +54,13 @@ def hasty_interpreter() -> Iterator[None]:
             dtypes[scalar.name] = plain_dtype(scalar)
         return dtypes[scalar.name]
 
+    def splat(self: Any, block: Any, scalar: Any) -> Any:
+        return interpreter.TensorHandle(np.full(block.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        patch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
         yield
 

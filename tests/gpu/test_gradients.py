@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import stof
 from stof import masks
@@ -155,6 +156,18 @@ def test_dropout_is_that_of_the_cpu(head_dim: int) -> None:
             results.append([x.cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out.to(device)))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("same_seed", [True, False])
+def test_recomputation_with_another_seed_gives_nan(same_seed: bool) -> None:
+    q, k, v = (torch.randn(1, 2, 100, 64, device="cuda", requires_grad=True) for _ in range(3))
+    out = checkpoint(
+        lambda *x: stof.attention(*x, masks.causal(), dropout_p=0.5),
+        q, k, v, use_reentrant=False, preserve_rng_state=same_seed,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all() if same_seed else gradient.isnan().all()
 
 
 def test_dropout_in_a_cuda_graph() -> None:

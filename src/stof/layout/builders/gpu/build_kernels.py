@@ -195,10 +195,7 @@ def _read_tile(
         a += rows_a
         b += rows_b
         lacks |= tl.where(row < rows, words ^ ALL, 0)
-    a = tl.reshape(a, (ROWS * WORDS,), can_reorder=True)
-    b = tl.reshape(b, (ROWS * WORDS,), can_reorder=True)
-    lacks = tl.reshape(lacks, (ROWS * WORDS,), can_reorder=True)
-    key, other, lacks = tl.reduce((a, b, lacks), 0, _merged)
+    key, other, lacks = tl.reduce((a, b, lacks), None, _merged)
     return key, other, ((lacks == 0) & ((tile_column + 1) * BLOCK_N <= kv_len)).to(tl.int32)
 
 
