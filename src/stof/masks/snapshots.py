@@ -56,8 +56,8 @@ def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
     """A copy of a strided tensor's present values; the last copy if the values are equal and it is still alive.
 
     Any byte but 0 is true in a view of bytes as bool, and operators of CUDA copy such bytes: true is 1 in the copy.
-    On a GPU the comparison waits for the device, once for a tensor that was written to; the first copy of a tensor waits
-    for nothing. While a CUDA graph is captured nothing is compared, and a new copy is made.
+    On a GPU the comparison waits for the device, once for a tensor that was written to; the first copy of a tensor is
+    not compared. While a CUDA graph is captured nothing is compared, and a new copy is made.
 
     Args:
         tensor: what to copy.
