@@ -168,3 +168,25 @@ def test_copies_of_dynamic_plans(made: str) -> None:
     del plan
     other.update(second.clone())
     check(Attending(other), second[None, None])
+
+
+@pytest.mark.parametrize("write", [None, "other values", "same values"])
+def test_a_bool_tensor_is_compared_once(write: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comparison waits for a GPU; the copy of a new tensor needs none."""
+    compared: list[None] = []
+    equal = torch.equal
+
+    def counted(a: torch.Tensor, b: torch.Tensor) -> bool:
+        compared.append(None)
+        return equal(a, b)
+
+    monkeypatch.setattr(torch, "equal", counted)
+    keep = torch.rand(16, 16) > 0.5
+    mask = masks.from_dense(keep)
+    assert not compared
+    if write is not None:
+        keep.copy_(~keep if write == "other values" else keep.clone())
+    again = masks.from_dense(keep)
+    assert len(compared) == 1
+    assert (again == mask) == (write != "other values")
+    assert torch.equal(again.to_dense(16)[0, 0], keep)

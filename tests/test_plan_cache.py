@@ -195,6 +195,28 @@ def test_cache_counts_what_plans_grow_by(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.info().bytes == sum(plan.bytes() for plan in cache._plans.values())
 
 
+def test_cache_measures_few_plans() -> None:
+    """A new mask in every step must not cost a look at all plans."""
+    measured: list[int] = []
+
+    class Sized:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def bytes(self) -> int:
+            measured.append(self.number)
+            return 10
+
+    cache = PlanCache(50, 400)
+    for n in range(200):
+        measured.clear()
+        cache.put(n, Sized(n), n)  # type: ignore[arg-type]
+        assert cache.get(n) is not None
+        assert n in measured
+        assert len(measured) <= 3
+        assert cache.info().entries == min(n + 1, 40)
+
+
 def test_tensors_are_read_in_every_call_and_masks_of_them_keep_their_values() -> None:
     keep = KEEP.clone()
     mask = masks.from_dense(keep)

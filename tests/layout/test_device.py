@@ -381,6 +381,16 @@ def test_parts_that_need_most_of_the_stack_come_first() -> None:
     assert_same(mask, 64, 64, LayoutConfig(32, 32))
 
 
+def test_programs_are_written_once() -> None:
+    mask = masks.documents(cu_seqlens=[[0, 10, 32], [0, 32, 32], [0, 10, 32]]) & masks.causal()
+    first = programs_of(mask, 32, 32, [(0, 0), (1, 0)])
+    assert programs_of(mask, 32, 32, [(0, 0), (1, 0)]) is first
+    for entries in ([(0, 0)], [(1, 0)], [(0, 0)]):
+        again = masks.parse(mask.key)
+        assert programs_of(mask, 32, 32, entries) == programs_of(again, 32, 32, entries)
+    assert programs_of(mask, 16, 32, [(0, 0)]) == programs_of(masks.parse(mask.key), 16, 32, [(0, 0)])
+
+
 def test_programs_that_need_a_deep_stack() -> None:
     def tree(levels: int, reach: int) -> Mask:
         if levels == 0:

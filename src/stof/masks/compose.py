@@ -177,6 +177,8 @@ class Composite(Mask):
         return max(part[0] for part in parts), max(part[1] for part in parts)
 
     def pattern_ids(self, mask_batch: int, mask_heads: int) -> Tensor:
+        if mask_batch == mask_heads == 1:
+            return super().pattern_ids(1, 1)
         several = [mask for mask in self.masks if (mask.batch, mask.heads) != (1, 1) or mask.depends_on_sizes]
         ids = [mask.pattern_ids(mask_batch, mask_heads) for mask in several]
         if len(ids) < 2:  # the other masks have one pattern

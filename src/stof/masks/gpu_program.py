@@ -110,10 +110,9 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
     The last programs of a mask are kept with it: its layouts and their kernels ask for the same ones.
     """
     key = (q_len, kv_len, tuple(entries))
-    last: tuple[Any, Programs | None] | None = getattr(mask, "_programs", None)
+    last: tuple[Any, Programs | None] | None = mask.__dict__.get("_programs")
     if last is None or last[0] != key:
-        last = (key, _written(mask, q_len, kv_len, entries))
-        object.__setattr__(mask, "_programs", last)  # masks are frozen dataclasses
+        mask.__dict__["_programs"] = last = (key, _written(mask, q_len, kv_len, entries))
     return last[1]
 
 

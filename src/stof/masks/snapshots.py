@@ -7,6 +7,7 @@ PyTorch does not count writes by CUDA graphs, by compiled code that reuses a ten
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stof.errors import MaskError
 from stof.runtime.locks import ForkSafeLock
 from stof.runtime.memory import in_capture
-from stof.runtime.private import past_modes
+from stof.runtime.private import past_modes, versions_of
 
-_NUMBERS = WeakIdKeyDictionary()
+_NOTES = WeakIdKeyDictionary()
 # By the number of the tensor that was copied.
 _SNAPSHOTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _LOCK = ForkSafeLock()
@@ -29,15 +30,25 @@ def identity(value: object) -> int:
 
     Random, not counted: a key or a handle that another process saved must not name an object of this one.
     """
+    return _note_of(value).number
+
+
+@dataclass(slots=True)
+class _Note:
+    """What is known of an object: its number, and for tensors `versions_of` when it was last compared or copied."""
+
+    number: int
+    version: tuple[int, ...] = ()
+
+
+def _note_of(value: object) -> _Note:
     try:
-        number = _NUMBERS.get(value)
-        if number is None:
-            number = _NUMBERS.setdefault(value, secrets.randbits(60))
+        note: _Note | None = _NOTES.get(value)
+        return _NOTES.setdefault(value, _Note(secrets.randbits(60))) if note is None else note
     except TypeError:
         raise MaskError(
             f"{type(value).__name__} objects cannot be told apart over time (no weak references); wrap it in a function"
         ) from None
-    return int(number)
 
 
 @past_modes
@@ -45,29 +56,35 @@ def snapshot(tensor: Tensor, *, captured: bool = False) -> Tensor:
     """A copy of a strided tensor's present values; the last copy if the values are equal and it is still alive.
 
     Any byte but 0 is true in a view of bytes as bool, and operators of CUDA copy such bytes: true is 1 in the copy.
-    On a GPU the comparison waits for the device. While a CUDA graph is captured nothing is compared, and a new copy is
-    made.
+    On a GPU the comparison waits for the device, once for a tensor that was written to; the first copy of a tensor is
+    not compared. While a CUDA graph is captured nothing is compared, and a new copy is made.
 
     Args:
         tensor: what to copy.
         captured: return the last copy during a capture; the owner of the graph checks the values later.
     """
-    number, capturing = identity(tensor), in_capture()
+    note, capturing, is_bool = _note_of(tensor), in_capture(), tensor.dtype == torch.bool
     with _LOCK:  # threads that copy one tensor get one copy
-        last = _SNAPSHOTS.get(number)
-        if last is not None and ((captured and capturing) or (not capturing and _same_values(tensor, last))):
+        last = _SNAPSHOTS.get(note.number)
+        if last is not None and captured and capturing:
             return last
-        copy = _SNAPSHOTS[number] = _bool_copy(tensor) if tensor.dtype == torch.bool else copy_of(tensor)
+        if capturing:
+            last = None
+        version = versions_of([tensor])
+        # Values that were written have most likely changed: the copy is compared at once, for it is needed then.
+        written, note.version = is_bool and note.version != version, version
+        if last is not None and not written and same_bits(tensor, last):
+            return last
+        copy = _bool_copy(tensor) if is_bool else copy_of(tensor)
+        if last is not None and is_bool and same_bits(copy, last):
+            return last
+        _SNAPSHOTS[note.number] = copy
     return copy
 
 
 def _bool_copy(tensor: Tensor) -> Tensor:
     """As `copy_of`, with the bytes 0 and 1."""
     return (_compact(tensor).view(torch.uint8) != 0).expand(tensor.shape)
-
-
-def _same_values(tensor: Tensor, copy: Tensor) -> bool:
-    return same_bits(tensor, copy) or (tensor.dtype == torch.bool and same_bits(_bool_copy(tensor), copy))
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -103,11 +103,15 @@ def from_dense(keep: Tensor) -> Mask:
         MaskError: fewer than 2 or more than 4 dimensions, or not a strided tensor.
         DeviceError: a meta tensor, which holds no values.
     """
-    return DenseMask(snapshot(dense_view(keep).keep), copied=True)
+    return DenseMask(snapshot(_checked(keep)), copied=True)
 
 
 def dense_view(keep: Tensor) -> DenseMask:
     """A mask that reads a bool tensor when it is used; checks and errors as of `from_dense`."""
+    return DenseMask(_checked(keep))
+
+
+def _checked(keep: Tensor) -> Tensor:
     if not isinstance(keep, Tensor):
         raise MaskError(f"from_dense() takes a torch.Tensor, got {type(keep).__name__}")
     layout = foreign_layout(keep)
@@ -128,7 +132,7 @@ def dense_view(keep: Tensor) -> DenseMask:
         )
     if not 2 <= keep.ndim <= 4:
         raise MaskError(f"a dense mask is [Sq, Skv] up to [B, H, Sq, Skv], got {list(keep.shape)}")
-    return DenseMask(keep)
+    return keep
 
 
 def from_block_mask(block_mask: Any) -> Mask:

@@ -47,7 +47,8 @@ class PlanCache:
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
         self._lock = ForkSafeLock()
         # Bytes of each plan when it was measured, the longest ago first. Plans that were used since may have grown.
-        self._bytes: OrderedDict[Hashable, int] = OrderedDict()
+        self._bytes: dict[Hashable, int] = {}
+        self._total = 0  # of these
         self._used: set[Hashable] = set()
         self._hits = self._misses = 0
 
@@ -87,11 +88,10 @@ class PlanCache:
         with self._lock:
             for held_key, size in sizes.items():
                 if held_key in self._plans:
+                    self._total += size - self._bytes.pop(held_key, 0)
                     self._bytes[held_key] = size
-                    self._bytes.move_to_end(held_key)
-            total = sum(self._bytes.values())
-            while len(self._plans) > 1 and (len(self._plans) > self._max_entries or total > self._max_bytes):
-                total -= self._bytes.pop(self._plans.popitem(last=False)[0], 0)
+            while len(self._plans) > 1 and (len(self._plans) > self._max_entries or self._total > self._max_bytes):
+                self._total -= self._bytes.pop(self._plans.popitem(last=False)[0], 0)
                 self._keys.clear()
 
     def clear(self) -> None:
@@ -101,6 +101,7 @@ class PlanCache:
             self._plans.clear()
             self._keys.clear()
             self._bytes.clear()
+            self._total = 0
             self._used.clear()
             self._hits = self._misses = 0
 

@@ -56,6 +56,8 @@ from stof.validation import usable_device
 Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
 # Bound calls that one plan stores: shapes and strides rarely vary under one pair of lengths.
 _MOST_CALLS = 64
+# No layout has fewer tiles.
+_FEWEST_TILES = LayoutConfig(256, 256)
 
 
 def call_key(
@@ -191,8 +193,7 @@ class Plan(Numbered):
         with allocator_errors():
             if device.type == "cuda" and config is None and row_order is None:
                 sizes = mask.dims(geometry.batch, geometry.heads, device)
-                # Tiles of 256 x 256 are the fewest any layout can have: too many of these are refused now.
-                check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), LayoutConfig(256, 256))
+                check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), _FEWEST_TILES)  # too many are refused now
                 call_sizes = call_sizes_of(mask, sizes)
                 return Plan(mask.key, lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
             choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)

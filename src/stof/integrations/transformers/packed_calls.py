@@ -271,16 +271,17 @@ def sequence_numbers(positions: Tensor, valid: Tensor | None) -> Tensor:
     """
     positions = positions[None] if positions.ndim == 2 else positions
     positions = positions[:1] if positions.shape[0] > 3 else positions
+    several = positions.shape[0] > 1
     if valid is None:
-        if positions.shape[0] == 1:
+        if not several:
             return nn.functional.pad(positions[0].diff(dim=1) <= 0, (1, 0)).cumsum(1)
         valid = torch.ones_like(positions[0], dtype=torch.bool)
-    low, high = positions.amin(0), positions.amax(0)
+    low, high = (positions.amin(0), positions.amax(0)) if several else (positions[0], positions[0])
     place = torch.arange(low.shape[1], device=low.device).expand_as(low)
     last_valid = torch.where(valid, place, -1).cummax(1).values
     previous = nn.functional.pad(last_valid[:, :-1], (1, 0), value=-1)
     bound = low
-    if positions.shape[0] > 1:
+    if several:
         # Frames of one token repeat a position. So a sequence begins at the row's lowest position, and in a row of text
         # alone where positions decrease.
         is_text = ((low == high) | ~valid).all(1, keepdim=True)
