@@ -78,10 +78,10 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that fill tile lists."""
-    from stof.kernels.fill import fill_kernels, tiles
     from stof.kernels.hopper.fill_work import write_work
     from stof.kernels.triton.fill_items import write_items
     from stof.layout.builders.gpu import mask_input as source
+    from stof.layout.fill import fill_kernels, tiles
 
     ints, i = "*i32", "i32"
     for read, kind in kinds:

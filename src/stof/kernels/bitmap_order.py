@@ -7,9 +7,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.layout import bitmaps as bits
-
-# Kernels compute word offsets of bitmaps in 32 bits; a few bitmaps are added to those of the layout.
-MOST_WORDS = 2**31 - 2**12
+from stof.layout.limits import MOST_WORDS
 
 
 def accumulator_order(bitmaps: Tensor, block_n: int) -> Tensor:

@@ -25,6 +25,8 @@ _SMALL_STRIP, _BYTES_OF_SCORE = 2**28, 5
 # Tiles and row blocks are numbered in 32 bits, and so are words of bitmaps, of which a row has 4 in kernels.
 _MOST_NUMBERS = 2**31 - 1
 _WORDS = 4
+# Words of all bitmaps: kernels compute their offsets in 32 bits, and a few bitmaps are added to those of the layout.
+MOST_WORDS = 2**31 - 2**12
 _ADVICE = (
     "plan fewer queries at a time (`mask.with_query_offset(first)` is the mask of those from `first` on), fewer keys, "
     "or a mask that keeps fewer of them"

@@ -33,6 +33,8 @@ _PAST_THE_END = 2**9
 # Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
 _FURTHEST = _MOST - _PAST_THE_END
 
+# Programs that are kept with a mask.
+_MOST_WRITTEN = 4
 T = TypeVar("T")
 
 

@@ -125,6 +125,9 @@ class PlanGradients:
         plan = self._plan
         if swap not in self._geometries:
             geometry = plan.mask_geometry
+            if geometry is not None and not swap:
+                self._geometries[swap] = geometry
+                return geometry
             if geometry is None:
                 mask: Mask = DenseMask(plan.to_dense(), copied=True)
                 sizes = (plan.mask_batch, plan.mask_heads)

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stof.kernels.fill.tiles import TileFill, start_fill
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.triton.backward_tiles import BackwardTiles, PreparedBackward
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout import LayoutConfig
+from stof.layout.fill.tiles import TileFill, start_fill
 from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, Candidate, KernelChoice, MaskGeometry, failures
 from stof.selection.backward_tilings import BackwardTiling, whole_tile_tiling
 from stof.selection.select import LayoutErrors
 
 # Choices whose lists can be filled may be estimated to take so many times as long as the best.
-_MOST_SLOWER = 1.1
+_MOST_SLOWER = 1.2
 
 
 def is_fillable(choice: KernelChoice) -> bool:
@@ -206,8 +206,7 @@ def keys_of_row(partial: int, full: int, config: LayoutConfig, rows: int) -> flo
 
 
 def _start(geometry: MaskGeometry, config: LayoutConfig) -> TileFill | None:
-    mask, sizes = geometry.mask, (geometry.batch, geometry.heads)
     return start_fill(
-        mask, geometry.q_len, geometry.kv_len, mask.dims(*sizes, geometry.device), config.block_m, config.block_n,
+        geometry.mask, geometry.q_len, geometry.kv_len, geometry.dims, geometry.which, config.block_m, config.block_n,
         device=geometry.device,
     )  # fmt: skip

@@ -13,8 +13,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from stof.layout.builders.gpu.build import pattern_numbers
-from stof.masks.gpu_program import structure_of
 from stof.runtime.locks import ForkSafeLock
 from stof.selection import CallSpec, MaskGeometry
 
@@ -98,15 +96,9 @@ def structure_key(geometry: MaskGeometry, call: CallSpec, *rest: Hashable) -> Ha
     Args:
         rest: what else decides.
     """
-    mask, lengths = geometry.mask, (geometry.q_len, geometry.kv_len)
-    structure: Hashable = "bool"
-    sizes = mask.dims(geometry.batch, geometry.heads, geometry.device)
-    if mask.as_tensor(*lengths) is None:
-        which = pattern_numbers(mask, *lengths, sizes)
-        entries = [divmod(which.index(n), sizes[1]) for n in range(max(which, default=-1) + 1)]
-        structure = structure_of(mask, *lengths, entries) if entries else None
-        if structure is None:
-            return None
+    structure, sizes = geometry.structure, geometry.dims
+    if structure is None:
+        return None
     kind = replace(
         call,
         batch=call.batch.bit_length(),

@@ -268,7 +268,7 @@ class Plan(Numbered):
                 return serves.choice
         ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)
         choice = first_of(ranked, call, implementation)
-        if kept is not None:
+        if kept is not None and not self._layout_errors:
             keep_choice(kept, geometry, ranked, choice, self.mask_text)
         return choice
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from stof.layout import Layout, LayoutConfig, build_layout
+from stof.layout.builders.gpu.build import pattern_numbers
 from stof.layout.builders.host_first import host_mask
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
+from stof.masks.gpu_program import structure_of
 from stof.masks.index import Index
 
 T = TypeVar("T")
@@ -76,9 +78,27 @@ class MaskGeometry(Geometry):
     @functools.cached_property
     def _evaluated(self) -> tuple[Mask, torch.device]:
         """The mask that is evaluated, and where; decided when it is first evaluated, since a copy waits for the GPU."""
-        sizes = self.mask.dims(self.batch, self.heads, self.device)
-        on_host = host_mask(self.mask, self.q_len, self.kv_len, sizes, self.device)
+        on_host = host_mask(self.mask, self.q_len, self.kv_len, self.dims, self.device)
         return (self.mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
+
+    @functools.cached_property
+    def dims(self) -> tuple[int, int]:
+        """Leading sizes of the mask."""
+        return self.mask.dims(self.batch, self.heads, self.device)
+
+    @functools.cached_property
+    def which(self) -> list[int]:
+        """The pattern of each batch entry and head; empty for masks that have no program and are no bool tensors."""
+        return pattern_numbers(self.mask, self.q_len, self.kv_len, self.dims)
+
+    @functools.cached_property
+    def structure(self) -> Hashable | None:
+        """What masks have in common whose numbers alone differ; None for masks without a program."""
+        if self.mask.as_tensor(self.q_len, self.kv_len) is not None:
+            return "bool"
+        heads = self.dims[1]
+        entries = [divmod(self.which.index(n), heads) for n in range(max(self.which, default=-1) + 1)]
+        return structure_of(self.mask, self.q_len, self.kv_len, entries) if entries else None
 
     @functools.cached_property
     def orders(self) -> RowOrders:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from stof.kernels.config import KernelConfig
-from stof.kernels.fill.tiles import FilledTiles
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TILE_ITEM, TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
+from stof.layout.fill.tiles import FilledTiles
 
 
 @dataclass(frozen=True, eq=False)

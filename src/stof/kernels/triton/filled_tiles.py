@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stof.kernels.fill.tiles import FilledTiles
 from stof.kernels.triton.backward_tiles import ITEM, BackwardTiles
+from stof.layout.fill.tiles import FilledTiles
 
 
 def filled_backward_tiles(filled: FilledTiles, rows: int) -> BackwardTiles:

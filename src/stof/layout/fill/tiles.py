@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.kernels.bitmap_order import MOST_WORDS
-from stof.layout.builders.gpu.build import pattern_numbers
 from stof.layout.builders.gpu.input_forms import PROGRAM
 from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
+from stof.layout.limits import MOST_WORDS
 from stof.masks import Mask
 from stof.masks.gpu_program import Op
 
@@ -96,7 +95,7 @@ class TileFill:
         self._count()
 
     def _count(self) -> None:
-        from stof.kernels.fill import fill_kernels
+        from stof.layout.fill import fill_kernels
         from stof.runtime.launch import launch
 
         source, group, device = self._source, COUNTED[self._is_program], self._device
@@ -128,7 +127,7 @@ class TileFill:
             tiles, partial: of `counts`.
             every_column: whether `FilledTiles.columns` lists every column of a tile.
         """
-        from stof.kernels.fill import fill_kernels
+        from stof.layout.fill import fill_kernels
         from stof.runtime.launch import launch
 
         device, block_m, block_n = self._device, self._block_m, self._block_n
@@ -168,6 +167,7 @@ def start_fill(
     q_len: int,
     kv_len: int,
     mask_dims: tuple[int, int],
+    which: list[int],
     block_m: int,
     block_n: int,
     *,
@@ -178,10 +178,10 @@ def start_fill(
     Args:
         mask, q_len, kv_len: as for `build_layout`, already checked.
         mask_dims: as `Mask.dims` gives them.
+        which: the pattern of each batch entry and head, as `pattern_numbers` gives them.
         block_m, block_n: sizes of tiles, powers of two; `block_n` is 32, 64 or 128.
         device: where the lists are to be, and where the mask's tensors are.
     """
-    which = pattern_numbers(mask, q_len, kv_len, mask_dims)
     if not which or block_n % 32:
         return None
     patterns = max(which) + 1

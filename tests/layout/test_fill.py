@@ -10,11 +10,12 @@ from torch import Tensor
 
 from stof import masks
 from stof.kernels.config import KernelConfig
-from stof.kernels.fill.tiles import FilledTiles, start_fill
 from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
 from stof.kernels.hopper.tile_scheduler import WORK
 from stof.kernels.triton.backward_tiles import ITEM
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
+from stof.layout.builders.gpu.build import pattern_numbers
+from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask, transposed
 from stof.masks.index import Index
 from tests.examples import examples
@@ -34,10 +35,18 @@ def dense(mask: Mask, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -
     return keep.expand(*dims, q_len, kv_len).cpu()
 
 
+def started(
+    mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], batch: int = 1, heads: int = 1
+) -> TileFill | None:
+    dims = mask.dims(batch, heads)
+    which = pattern_numbers(mask, q_len, kv_len, dims)
+    return start_fill(mask, q_len, kv_len, dims, which, *tile, device=DEVICE)
+
+
 def filled(
     mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], every_column: bool, batch: int = 1, heads: int = 1
 ) -> FilledTiles | None:
-    fill = start_fill(mask, q_len, kv_len, mask.dims(batch, heads), *tile, device=DEVICE)
+    fill = started(mask, q_len, kv_len, tile, batch, heads)
     assert fill is not None
     counts = fill.counts()
     return None if counts is None else fill.write(*counts, every_column=every_column)
@@ -107,7 +116,7 @@ def test_programs(data: st.DataObject, tile: tuple[int, int]) -> None:
     q_len = data.draw(st.sampled_from([kv_len, 1, kv_len // 2 + 1]))
     offset = data.draw(st.sampled_from([0, kv_len - q_len]))
     mask = data.draw(mask_trees(kv_len, batch, leaves=3)).with_query_offset(offset)
-    if start_fill(mask, q_len, kv_len, mask.dims(batch, 1), *tile, device=DEVICE) is not None:
+    if started(mask, q_len, kv_len, tile, batch) is not None:
         check(mask, q_len, kv_len, tile, batch=batch)
 
 
