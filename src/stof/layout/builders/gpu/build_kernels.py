@@ -195,7 +195,8 @@ def _read_tile(
         a += rows_a
         b += rows_b
         lacks |= tl.where(row < rows, words ^ ALL, 0)
-    key, other, lacks = tl.reduce((a, b, lacks), None, _merged)
+    a, b, lacks = tl.ravel(a), tl.ravel(b), tl.ravel(lacks)
+    key, other, lacks = tl.reduce((a, b, lacks), 0, _merged)
     return key, other, ((lacks == 0) & ((tile_column + 1) * BLOCK_N <= kv_len)).to(tl.int32)
 
 
