@@ -369,14 +369,15 @@ def explain(
     Returns:
         A list of candidates: those with an estimated GPU time, fastest first (the first one runs), then those without
         one in order of preference, then those that refuse, with all their reasons. Its `token_order` is
-        the order of queries and keys that would compute at least a tenth less, None if none is known.
+        the order of queries and keys that would compute at least a tenth less, None if none is known. Its `serving`
+        says which choice runs the call where that was made for an earlier mask of the same structure.
     """
     check_tensors(q, k, v)
     bias = check_bias(bias, q, k.shape[2])
     plan = plan_of(mask_or_plan, q, k)
     options = Options(1.0, check_softcap(softcap), bias, sinks, dropout_p=check_dropout(dropout_p))
     call = call_spec(plan, q, k, v, options)
-    return Explanation(plan.candidates(call), plan.better_token_order(call))
+    return Explanation(plan.candidates(call), plan.better_token_order(call), plan.serving(call))
 
 
 def _cannot_compile(mask_or_plan: Any, tensors: tuple[Tensor | None, ...]) -> str:

@@ -138,7 +138,7 @@ class Plan(Numbered):
         self._calls: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[Any] = set()
         self._layout_errors: dict[Hashable, str] = {}
-        self.kept_from = ""  # the mask for which the choice was made that serves a call, where it was another one
+        self._serving: dict[tuple[CallSpec, str | None], str] = {}  # calls whose choice was made for another mask
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
         if device.type != "cuda" and layout is not None:
@@ -251,6 +251,10 @@ class Plan(Numbered):
             choice = self._choices[key] = self._decided(call, implementation)
         return choice
 
+    def serving(self, call: CallSpec) -> str:
+        """Say which choice runs a call, if it was made for another mask, and for which; else ""."""
+        return self._serving.get((call, None), "")
+
     def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
         """Decide as for an earlier mask of the same structure, or else by surveying this one."""
         geometry = self.geometry if self.device.type == "cuda" else None
@@ -264,7 +268,7 @@ class Plan(Numbered):
             if serves is not None:
                 if serves.prepared is not None:
                     self._prepared[serves.choice] = serves.prepared
-                self.kept_from = serves.mask_text
+                self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
                 return serves.choice
         ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)
         choice = first_of(ranked, call, implementation)
@@ -300,6 +304,7 @@ class Plan(Numbered):
         else:
             failures.add(choice, call, self.device, str(error))
         self._choices.clear()
+        self._serving.clear()
         self._calls.clear()
 
     def find_call(self, *arguments: Any) -> BoundCall | None:

@@ -71,11 +71,14 @@ class Explanation(list[Candidate]):
 
     Attributes:
         token_order: an order of the tokens that computes less, None if none is known.
+        serving: which choice runs the call, where it was made for an earlier mask of the same structure; else "".
     """
 
-    def __init__(self, candidates: Iterable[Candidate] = (), token_order: TokenOrder | None = None) -> None:
+    def __init__(
+        self, candidates: Iterable[Candidate] = (), token_order: TokenOrder | None = None, serving: str = ""
+    ) -> None:
         super().__init__(candidates)
-        self.token_order = token_order
+        self.token_order, self.serving = token_order, serving
 
     def __str__(self) -> str:
         rows = [("implementation", "estimate", "refuses")]
@@ -86,6 +89,8 @@ class Explanation(list[Candidate]):
         lines = [f"{name:<{first}}  {estimate:>{second}}  {why}".rstrip() for name, estimate, why in rows]
         for device in {one.constants_of for one in self if one.constants_of and one.estimate_us is not None}:
             lines.append(f"estimated with the constants of {device}; stof tune --device measures this GPU (stof info)")
+        if self.serving:
+            lines.append(self.serving)
         if self.token_order is not None:
             lines.append(str(self.token_order))
         return "\n".join(lines)
