@@ -10,6 +10,7 @@ import typer
 from benchmarks.cli.against import against
 from benchmarks.cli.changing import changing
 from benchmarks.cli.fusion import gemm, layer
+from benchmarks.cli.kept import kept
 from benchmarks.cli.kernels import kernels
 from benchmarks.cli.models import models, search, train
 from benchmarks.cli.options import GPU_SHAPES, integers
@@ -54,6 +55,7 @@ app.command(cls=CheckedCommand)(search)
 app.command(cls=CheckedCommand)(start)
 app.command(cls=CheckedCommand)(paper)
 app.command(cls=CheckedCommand)(against)
+app.command(cls=CheckedCommand)(kept)
 app.command(cls=CheckedCommand)(changing)
 
 

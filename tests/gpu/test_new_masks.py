@@ -110,7 +110,7 @@ def test_later_masks_are_filled() -> None:
         stof.attention(q, k, v, mask)
     plan = stof.plan(mask, 1024, 1024, device="cuda")
     assert any(isinstance(prepared.lists, FilledTileLists) for prepared in plan._prepared.values())
-    assert "chosen for SlidingWindow(left=100" in str(stof.explain(q, k, v, mask))
+    assert "chosen for sliding_window(left=100" in str(stof.explain(q, k, v, mask))
 
 
 def test_bool_tensors_written_between_calls() -> None:
