@@ -18,8 +18,8 @@ import torch
 from stof import masks
 from stof.layout import LayoutConfig
 from stof.masks import Mask, transposed
-from stof.plans.filled import is_fillable, is_fillable_backward, keep_choice, keep_tiling, surveyed_keys
-from stof.plans.kept_choices import Kept, KeptChoices
+from stof.plans.filled import keep_choice, keep_tiling
+from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, KernelChoice, MaskGeometry, candidates
 from stof.selection.backward_tilings import (
     BackwardTiling,
@@ -30,7 +30,7 @@ from stof.selection.backward_tilings import (
 )
 from stof.selection.cost_model import estimate
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
-from stof.selection.gpu_choices import is_l2_bound
+from stof.selection.gpu_choices import for_call, is_l2_bound
 from stof.testing.mask_grid import Shape
 
 _GPU = torch.device("cuda")
@@ -200,13 +200,9 @@ def _forward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
     best = one.ranked[0]
     assert best.estimate_us is not None
     assert best.choice is not None
-    if kept.latest is not None:
-        choice: KernelChoice = kept.latest.choice
-        near: Kept | None = kept.latest
-        if is_fillable(choice) and choice.layout is not None:
-            near = kept.near(surveyed_keys(one.geometry, choice.layout))
-        if near is not None and near.choice.row_order in (None, *one.geometry.row_orders):
-            return one.forward_us(near.choice), best.estimate_us, False
+    near = kept.near(one.geometry.statistics)
+    if near is not None and near.choice.row_order in (None, *one.geometry.row_orders):
+        return one.forward_us(for_call(near.choice, one.call)), best.estimate_us, False
     keep_choice(kept, one.geometry, one.ranked, best.choice, repr(one.mask))
     return best.estimate_us, best.estimate_us, True
 
@@ -214,12 +210,8 @@ def _forward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
 def _backward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
     best = triton_tilings(one.call, one.geometry_of)[0]
     best_us = one.backward_us(best)
-    if kept.latest is not None:
-        tiling: BackwardTiling = kept.latest.choice
-        near: Kept | None = kept.latest
-        if is_fillable_backward(tiling) and tiling.dq_layout is not None:
-            near = kept.near(surveyed_keys(one.geometry, tiling.dq_layout[0]))
-        if near is not None:
-            return one.backward_us(near.choice), best_us, False
+    near = kept.near(one.geometry.statistics)
+    if near is not None:
+        return one.backward_us(near.choice), best_us, False
     keep_tiling(kept, one.call, one.geometry_of, best, repr(one.mask))
     return best_us, best_us, True

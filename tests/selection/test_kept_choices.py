@@ -11,13 +11,13 @@ from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.plans.filled import (
+    ServingChoice,
     is_fillable,
     is_fillable_backward,
     keep_choice,
     keep_tiling,
     kept_choice,
     kept_tiling,
-    surveyed_keys,
 )
 from stof.plans.kept_choices import KeptByStructure, KeptChoices, structure_key
 from stof.selection import CallSpec, KernelChoice, MaskGeometry, candidates
@@ -81,17 +81,6 @@ def test_operations_and_sizes_are(number: int) -> None:
     assert key_of(one) != key_of(other)
 
 
-def test_entries_of_one_structure_count_once() -> None:
-    two, three = masks.padding([3, 9]), masks.padding([3, 9, 100])
-    assert (
-        geometry(two, batch=2).structure == geometry(three, batch=3).structure == geometry(masks.padding([3])).structure
-    )
-    assert key_of(two, batch=2) == key_of(three, batch=3) != key_of(masks.padding([3]))
-    heads = masks.per_head([masks.causal(), masks.sliding_window(3)])
-    assert len(geometry(heads, heads=2).structure) == 1  # type: ignore[arg-type]
-    assert len(geometry(masks.per_head([masks.causal(), masks.padding([3])]), heads=2).structure) == 2  # type: ignore[arg-type]
-
-
 def test_lengths_count_by_powers_of_two() -> None:
     assert key_of(masks.causal(), q_len=300, kv_len=400) == key_of(masks.causal(), q_len=512, kv_len=257)
     assert key_of(masks.causal(), q_len=300) != key_of(masks.causal(), q_len=256)
@@ -107,31 +96,32 @@ def test_another_call_has_other_choices() -> None:
     assert len(keys | {structure_key(one, call_of(one), "hopper")}) == 4
 
 
-def test_choices_serve_masks_with_about_as_many_keys() -> None:
+def test_choices_serve_masks_with_like_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptChoices()
-    assert kept.near(100) is None
-    kept.keep(100, "narrow", "a")
-    kept.keep(1600, "wide", "b")
-    assert kept.latest is not None
-    assert kept.latest.choice == "wide"
-    for keys, expected in ((100, "narrow"), (140, "narrow"), (72, "narrow"), (1200, "wide"), (2200, "wide")):
-        near = kept.near(keys)
+    assert kept.near((1.0, 2.0)) is None
+    kept.keep((1.0, 2.0), "narrow", "a")
+    kept.keep((1.0, 4.0), "wide", "b")
+    for statistics, expected in (((1.0, 2.0), "narrow"), ((1.4, 2.2), "narrow"), ((0.6, 4.4), "wide")):
+        near = kept.near(statistics)
         assert near is not None
-        assert kept.latest is near
         assert near.choice == expected
-    assert kept.near(400) is kept.near(10) is None
+    assert kept.near((1.0, 3.0)) is kept.near((2.0, 2.0)) is kept.near((1.0, 2.0, 2.0)) is None
+    kept.keep((1.0, 2.0), "other", "c")
+    assert kept.near((1.0, 2.0)) == ("other", "c")
+    monkeypatch.setattr("stof.plans.kept_choices._MOST_CHOICES", 2)
+    kept.keep((9.0, 9.0), "third", "d")
+    assert kept.near((1.0, 2.0)) is None
 
 
 def test_structures_that_were_not_used_for_long_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stof.plans.kept_choices._MOST", 2)
     kept = KeptByStructure()
     first = kept.of(1)
-    first.keep(1, "x", "")
-    kept.of(2)
+    kept.of(2).keep((1.0,), "x", "")
     assert kept.of(1) is first
     kept.of(3)
     assert kept.of(1) is first
-    assert kept.of(2).latest is None
+    assert kept.of(2).near((1.0,)) is None
 
 
 def first_choice(one: MaskGeometry, kept: KeptChoices) -> KernelChoice:
@@ -142,80 +132,92 @@ def first_choice(one: MaskGeometry, kept: KeptChoices) -> KernelChoice:
     return best
 
 
+def served(kept: KeptChoices, mask: Mask, **options: object) -> ServingChoice | None:
+    one = geometry(mask)
+    return kept_choice(kept, one, call_of(one, **options), {}, {})
+
+
 def test_lists_of_the_next_mask_are_filled() -> None:
     kept = KeptChoices()
-    mask, other = documents(100, 156, 256) & masks.causal(), documents(130, 382) & masks.causal()
+    mask = documents(100, 156, 256) & masks.causal()
     first_choice(geometry(mask), kept)
-    assert kept.latest is not None
-    assert is_fillable(kept.latest.choice)
-    one = geometry(other)
-    serves = kept_choice(kept, one, call_of(one), {})
+    serves = served(kept, documents(120, 146, 246) & masks.causal())
     assert serves is not None
-    assert serves.choice == kept.latest.choice
+    assert is_fillable(serves.choice)
     assert serves.mask_text == repr(mask)
     assert serves.prepared is not None
     assert isinstance(serves.prepared.lists, FilledTileLists)
+    assert serves.prepared.lists.block_n == serves.choice.layout.block_n  # type: ignore[union-attr]
 
 
 def test_masks_unlike_all_others_are_surveyed() -> None:
     kept = KeptChoices()
     first_choice(geometry(masks.sliding_window(20)), kept)
-    wide = geometry(masks.sliding_window(500))
-    assert kept_choice(kept, wide, call_of(wide), {}) is None
-    assert kept_choice(kept, wide, call_of(wide), {"any": "error"}) is None
-    first_choice(wide, kept)
-    for window in (19, 450):
-        one = geometry(masks.sliding_window(window))
-        serves = kept_choice(kept, one, call_of(one), {})
+    assert served(kept, masks.sliding_window(500)) is None
+    first_choice(geometry(masks.sliding_window(500)), kept)
+    for window, like in ((19, 20), (450, 500)):
+        serves = served(kept, masks.sliding_window(window))
         assert serves is not None
-        assert serves.mask_text == repr(masks.sliding_window({19: 20, 450: 500}[window]))
-        assert serves.prepared is not None
-        assert serves.prepared.lists.block_n == serves.choice.layout.block_n  # type: ignore[union-attr]
+        assert serves.mask_text == repr(masks.sliding_window(like))
 
 
 def test_a_kept_choice_that_failed_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptChoices()
-    one = geometry(masks.sliding_window(20))
-    first_choice(one, kept)
+    first_choice(geometry(masks.sliding_window(20)), kept)
     monkeypatch.setattr("stof.plans.filled.failures.reason", lambda *of_choice: "too large")
-    assert kept_choice(kept, one, call_of(one), {}) is None
+    assert served(kept, masks.sliding_window(20)) is None
+
+
+def test_a_layout_that_does_not_fit_serves_if_its_lists_are_filled() -> None:
+    kept = KeptChoices()
+    one = geometry(masks.sliding_window(20))
+    choice = first_choice(one, kept)
+    errors = {choice.layout_key: "its tiles hold keys that no query sees"}
+    serves = kept_choice(kept, one, call_of(one), {}, errors)
+    assert serves is not None
+    assert serves.prepared is not None
+    # Lists that were filled before have been refused, too.
+    assert kept_choice(kept, one, call_of(one), {serves.choice: serves.prepared}, errors) is None
+    again = kept_choice(kept, one, call_of(one), {serves.choice: serves.prepared}, {})
+    assert again is not None
+    assert again.prepared is None
 
 
 def test_calls_with_a_bias_have_no_filled_lists() -> None:
     kept = KeptChoices()
-    one = geometry(masks.sliding_window(20))
-    first_choice(one, kept)
-    serves = kept_choice(kept, one, call_of(one, has_bias=True), {})
+    first_choice(geometry(masks.sliding_window(20)), kept)
+    serves = served(kept, masks.sliding_window(20), has_bias=True)
     assert serves is not None
     assert serves.prepared is None
 
 
-def test_unseen_keys_among_seen_ones_are_surveyed() -> None:
-    keep = torch.rand(512, 512) < 0.5
-    keep[:, 100] = False
+def test_unseen_keys_among_seen_ones_have_no_filled_lists() -> None:
     kept = KeptChoices()
-    kept.keep(256, KernelChoice("hopper", LayoutConfig(128, 128), None, KernelConfig(4, 2)), "")
-    one = geometry(masks.from_dense(keep))
-    assert kept_choice(kept, one, call_of(one), {}) is None
+    keep = torch.ones(512, 512) > 0
+    choice = KernelChoice("hopper", LayoutConfig(128, 128), None, KernelConfig(4, 2))
+    kept.keep(geometry(masks.from_dense(keep)).statistics, choice, "")
+    keep[:, 100] = False
+    serves = served(kept, masks.from_dense(keep.clone()))
+    assert serves is not None
+    assert serves.prepared is None
     keep[0, 100] = True
-    one = geometry(masks.from_dense(keep.clone()))
-    assert kept_choice(kept, one, call_of(one), {}) is not None
+    serves = served(kept, masks.from_dense(keep.clone()))
+    assert serves is not None
+    assert serves.prepared is not None
 
 
 def test_tilings_of_gradients() -> None:
     kept = KeptChoices()
-    ones = [geometry(mask & masks.causal()) for mask in (documents(100, 156, 256), documents(130, 382))]
+    ones = [geometry(mask & masks.causal()) for mask in (documents(100, 156, 256), documents(120, 146, 246))]
 
     def geometries(one: MaskGeometry, swap: bool) -> MaskGeometry:
         return MaskGeometry(masks.transposed(one.mask), one.kv_len, one.q_len, heads=4) if swap else one
 
     assert kept_tiling(kept, lambda swap: geometries(ones[0], swap)) is None
     keep_tiling(kept, call_of(ones[0]), lambda swap: geometries(ones[0], swap), BackwardTiling(), "first")
-    assert kept.latest is not None
-    assert is_fillable_backward(kept.latest.choice)
     serves = kept_tiling(kept, lambda swap: geometries(ones[1], swap))
     assert serves is not None
-    assert serves.tiling == kept.latest.choice
+    assert is_fillable_backward(serves.tiling)
     assert serves.prepared is not None
     sizes = [(tiles.block_m, tiles.block_n) for tiles in (serves.prepared.dq, serves.prepared.dkv)]
     layouts = (serves.tiling.dq_layout, serves.tiling.dkv_layout)
@@ -235,8 +237,3 @@ def test_tilings_of_gradients() -> None:
 )
 def test_narrower_forms_are_not_filled(choice: KernelChoice) -> None:
     assert not is_fillable(choice)
-
-
-def test_average_keys_of_a_row() -> None:
-    assert surveyed_keys(geometry(masks.full()), LayoutConfig(128, 128)) == 512
-    assert 200 < surveyed_keys(geometry(masks.causal()), LayoutConfig(64, 64)) < 300

@@ -8,7 +8,7 @@ kernel serves all masks that can be written so; see `stof.layout.builders.gpu`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -135,38 +135,6 @@ def _written(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, i
         numbers.append(len(code) // WIDTH)
         numbers += code
     return Programs(numbers, first, writer.draws, writer.drawn)
-
-
-# Operations whose `size` is no length of a table.
-_SIZED = frozenset(
-    {
-        Op.DISTANCE_REMAINDER,
-        Op.QUERY_REMAINDER,
-        Op.KEY_REMAINDER,
-        Op.GRID_ROW,
-        Op.GRID_COLUMN,
-        Op.CHOSEN_BLOCK,
-        Op.CHOSEN_BLOCK_OF_KEY,
-    }
-)
-
-
-def structure_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Hashable | None:
-    """The programs of these batch entries and heads without bounds, shifts and tables; None where there are none.
-
-    Dilations, grids and block sizes stay. Entries with equal structures count once.
-    """
-    programs = programs_of(mask, q_len, kv_len, entries)
-    if programs is None:
-        return None
-    numbers = programs.numbers
-    structures: dict[Hashable, None] = {}
-    for at in numbers[programs.first : programs.first + len(entries)]:
-        code = numbers[at + 1 : at + 1 + numbers[at] * WIDTH]
-        ops, sizes = code[::WIDTH], code[3::WIDTH]
-        sized = tuple([size if op in _SIZED else 0 for op, size in zip(ops, sizes, strict=True)])
-        structures[tuple(ops), sized] = None
-    return tuple(structures)
 
 
 class _Place(NamedTuple):

@@ -1,8 +1,8 @@
 """Choices kept by the structure of a mask: a later mask with other numbers is neither surveyed nor estimated.
 
 The structure of a mask is its program without bounds, shifts, sizes and contents of tables. Of each structure, and of
-each kind of call, several choices are kept, by how many keys a row sees on average. A kept choice says how a call is
-computed, never which scores count: lists and layouts are made for each mask.
+each kind of call, several choices are kept: how fast one is depends on how many keys rows see, and on much else. A kept
+choice says how a call is computed, never which scores count: lists and layouts are made for each mask.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stof.runtime.locks import ForkSafeLock
 from stof.selection import CallSpec, MaskGeometry
 
-# Structures, with the calls under them, of which choices are kept.
-_MOST = 256
-# Brackets of the keys that a row sees: two for each factor of two. A choice of a neighbouring bracket serves, too.
-_BRACKETS, _NEAR = 2, 1
+# Structures, with the calls under them, of which choices are kept, and choices of each.
+_MOST, _MOST_CHOICES = 256, 32
+# How much the statistics of a mask, in octaves, may differ from those of the mask that a choice was made for.
+_REACH = 0.5
+# Evenly spaced rows fill row blocks of lengths that a number divides; those that matter divide this one.
+_EVEN = 2**12
+
+Statistics = tuple[float, ...]
 
 
 class Kept(NamedTuple):
     """A choice, and the mask that it was made for.
 
     Attributes:
-        choice: a `KernelChoice`, or a name and a `BackwardTiling`.
+        choice: a `KernelChoice`, or a `BackwardTiling`.
         mask_text: repr of the mask.
     """
 
@@ -34,33 +38,28 @@ class Kept(NamedTuple):
     mask_text: str
 
 
-@dataclass
 class KeptChoices:
-    """Choices of one structure for one kind of call.
+    """Choices of one structure for one kind of call, by the statistics of the masks that they were made for."""
 
-    Attributes:
-        by_bracket: of the brackets that masks were chosen for.
-        latest: the one that served last.
-    """
+    def __init__(self) -> None:
+        self._by_statistics: dict[Statistics, Kept] = {}
 
-    by_bracket: dict[int, Kept] = field(default_factory=dict)
-    latest: Kept | None = None
+    def near(self, statistics: Statistics) -> Kept | None:
+        """Return the choice made for the mask that is most alike, None if none was alike enough."""
+        kept = self._by_statistics.copy()  # another thread may add one
+        nearest = min(kept, key=lambda other: _distance(statistics, other), default=None)
+        return None if nearest is None or _distance(statistics, nearest) > _REACH else kept[nearest]
 
-    def near(self, keys: float) -> Kept | None:
-        """Return the choice for masks whose rows see about so many keys, None if no mask was like that."""
-        bracket = _bracket(keys)
-        nearest = min(self.by_bracket, key=lambda other: abs(other - bracket), default=None)
-        if nearest is None or abs(nearest - bracket) > _NEAR:
-            return None
-        self.latest = self.by_bracket[nearest]
-        return self.latest
-
-    def keep(self, keys: float, choice: Any, mask_text: str) -> None:
-        self.latest = self.by_bracket[_bracket(keys)] = Kept(choice, mask_text)
+    def keep(self, statistics: Statistics, choice: Any, mask_text: str) -> None:
+        """Keep a choice for masks like the one it was made for; of too many, the one made first is dropped."""
+        items = [*self._by_statistics.items()][1 - _MOST_CHOICES :]
+        self._by_statistics = {**dict(items), statistics: Kept(choice, mask_text)}
 
 
-def _bracket(keys: float) -> int:
-    return round(_BRACKETS * math.log2(max(keys, 1.0)))
+def _distance(one: Statistics, other: Statistics) -> float:
+    if len(one) != len(other):
+        return math.inf
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 class KeptByStructure:
@@ -96,8 +95,8 @@ def structure_key(geometry: MaskGeometry, call: CallSpec, *rest: Hashable) -> Ha
     Args:
         rest: what else decides.
     """
-    structure, sizes = geometry.structure, geometry.dims
-    if structure is None:
+    outline, sizes, orders = geometry.outline, geometry.dims, geometry.row_orders
+    if outline is None:
         return None
     kind = replace(
         call,
@@ -106,4 +105,5 @@ def structure_key(geometry: MaskGeometry, call: CallSpec, *rest: Hashable) -> Ha
         kv_len=(call.kv_len - 1).bit_length(),
         bias_to_copy=int(call.bias_to_copy > 0),
     )
-    return structure, kind, sizes[0] > 1, sizes[1] > 1, geometry.device, *rest
+    even = math.gcd(geometry.q_len, _EVEN) if orders else 1
+    return outline.structure, orders, even, kind, sizes[0] > 1, sizes[1] > 1, geometry.device, *rest

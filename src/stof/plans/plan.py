@@ -264,7 +264,8 @@ class Plan(Numbered):
         key = structure_key(geometry, call, implementation)
         kept = None if key is None else kept_by_structure.of(key)
         if kept is not None:
-            serves = made_for_calls(self.device, partial(kept_choice, kept, geometry, call, self._layout_errors))
+            arguments = kept, geometry, call, self._prepared, self._layout_errors
+            serves = made_for_calls(self.device, partial(kept_choice, *arguments))
             if serves is not None:
                 if serves.prepared is not None:
                     self._prepared[serves.choice] = serves.prepared

@@ -83,7 +83,7 @@ def _triton_choices(
     for order in orders:
         for (block_m, block_n, warps, stages, registers), pack in tiles:
             for layout in _layouts(geometry.fixed, block_m, block_n, order):
-                kernel = KernelConfig(warps, stages, registers, pack=pack, side=_heads_at_once(call))
+                kernel = KernelConfig(warps, stages, registers, pack=pack, side=heads_at_once(call))
                 choice = KernelChoice(name, layout, order, kernel)
                 if geometry.fixed or not spills_registers(choice, call):
                     choices += _variants(choice, call)
@@ -102,11 +102,11 @@ def hopper_choices(name: str, call: CallSpec, geometry: Geometry, orders: RowOrd
     Contiguous tiles also with unseen keys as zeros. With a bias, which is copied in whole tiles, contiguous ones alone.
     """
     choices: list[KernelChoice] = []
-    fixed, heads_at_once = geometry.fixed, _heads_at_once(call, share=_HOPPER_L2_SHARE)
+    fixed, side = geometry.fixed, heads_at_once(call, persistent=True)
     table = _HOPPER_BIAS_TILES if call.has_bias else _HOPPER_TILES
     slabs = (None,) if call.has_bias else (None, 16, 8)
     for block_m, block_n, stages in table[head_dim_class(call.head_dim, call.value_dim)]:
-        kernel = KernelConfig(4, stages, side=heads_at_once)
+        kernel = KernelConfig(4, stages, side=side)
         layouts: list[tuple[LayoutConfig, str | None]] = []
         if fixed is None:
             layouts += [(LayoutConfig(block_m, block_n, slab), None) for slab in slabs if None in orders]
@@ -146,7 +146,7 @@ def fp8_choices(name: str, call: CallSpec, geometry: Geometry, orders: RowOrders
     """Contiguous tiles of the one size there is, and compacted columns."""
     if None not in orders:
         return []
-    kernel = KernelConfig(4, FP8_STAGES, side=_heads_at_once(call, share=_HOPPER_L2_SHARE))
+    kernel = KernelConfig(4, FP8_STAGES, side=heads_at_once(call, persistent=True))
     layouts = [LayoutConfig(*FP8_TILE), LayoutConfig(*FP8_TILE, 1, compact_columns=True)]
     if geometry.fixed is not None:
         layouts = [layout for layout in layouts if layout == geometry.fixed]
@@ -176,7 +176,7 @@ def _evenly_spaced(row_order: str | None, block_m: int, call: CallSpec) -> bool:
 
 def runtime_choice(name: str, call: CallSpec, layout: LayoutConfig, limit: int) -> KernelChoice:
     """How Triton's kernel runs work that is made on the device; `limit` as `shared_memory_limit` gives it."""
-    kernel = KernelConfig(4, 3, side=_heads_at_once(call))
+    kernel = KernelConfig(4, 3, side=heads_at_once(call))
     choice = KernelChoice(name, layout, None, kernel)
     if tile_shared_memory(choice, call) <= limit:
         return choice
@@ -185,12 +185,12 @@ def runtime_choice(name: str, call: CallSpec, layout: LayoutConfig, limit: int) 
 
 def runtime_hopper_choices(name: str, call: CallSpec, serves: Callable[[LayoutConfig], bool]) -> list[KernelChoice]:
     """How the Hopper kernel may run tiles that are made on the device, in the shapes that can be made."""
-    heads_at_once = _heads_at_once(call, share=_HOPPER_L2_SHARE)
+    side = heads_at_once(call, persistent=True)
     choices: list[KernelChoice] = []
     for block_m, block_n, stages in _HOPPER_TILES[head_dim_class(call.head_dim, call.value_dim)]:
         layouts = [LayoutConfig(block_m, block_n, slab) for slab in (None, 16)]
         for layout in filter(serves, layouts):
-            choice = KernelChoice(name, layout, None, KernelConfig(4, stages, side=heads_at_once))
+            choice = KernelChoice(name, layout, None, KernelConfig(4, stages, side=side))
             choices += _variants(choice, call, persistent=True)
     return choices
 
@@ -229,8 +229,9 @@ def _variants(choice: KernelChoice, call: CallSpec, persistent: bool = False) ->
             yield replace(choice, kernel=replace(choice.kernel, split_tiles=keys // choice.layout.block_n))
 
 
-def _heads_at_once(call: CallSpec, share: int = L2_SHARE) -> int:
+def heads_at_once(call: CallSpec, *, persistent: bool = False) -> int:
     """Heads side by side: as many as keep their K and V in the L2 cache together, 0 for all of them."""
     kv_bytes = call.kv_heads * call.kv_len * (call.head_dim + call.value_dim) * call.dtype.itemsize
-    heads_at_once = heads_in_l2(call.batch * call.heads, kv_bytes // call.heads, share)
-    return 0 if heads_at_once == call.batch * call.heads else heads_at_once
+    share = _HOPPER_L2_SHARE if persistent else L2_SHARE
+    count = heads_in_l2(call.batch * call.heads, kv_bytes // call.heads, share)
+    return 0 if count == call.batch * call.heads else count

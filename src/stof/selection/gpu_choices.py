@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from stof.kernels.hopper.config import blocks_per_sm
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey
 from stof.selection.capabilities import CallSpec
+from stof.selection.gpu_candidates import heads_at_once
 from stof.selection.implementations import IMPLEMENTATIONS, gpu_of
 from stof.selection.kernel_choice import KernelChoice
 from stof.selection.mask_geometry import Geometry
@@ -91,6 +93,14 @@ def is_l2_bound(choice: KernelChoice, call: CallSpec, survey: Survey) -> bool:
     counts = survey.counts[layout]
     tiles = (counts.partial + counts.full).double()
     return float(tiles.mean()) >= _LONG and float(tiles.square().sum() / tiles.sum()) >= _MOSTLY_LONG
+
+
+def for_call(choice: KernelChoice, call: CallSpec) -> KernelChoice:
+    """A choice that was made for another batch or other lengths, with as many heads side by side as suit this call."""
+    if choice.kernel is None:
+        return choice
+    side = heads_at_once(call, persistent=gpu_of(choice).persistent)
+    return replace(choice, kernel=replace(choice.kernel, side=side))
 
 
 def shared_memory_limit(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +15,8 @@ from stof.layout.builders.host_first import host_mask
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
-from stof.masks.gpu_program import structure_of
 from stof.masks.index import Index
+from stof.masks.structure import Outline, dense_statistics, outline
 
 T = TypeVar("T")
 
@@ -92,13 +92,17 @@ class MaskGeometry(Geometry):
         return pattern_numbers(self.mask, self.q_len, self.kv_len, self.dims)
 
     @functools.cached_property
-    def structure(self) -> Hashable | None:
-        """What masks have in common whose numbers alone differ; None for masks without a program."""
-        if self.mask.as_tensor(self.q_len, self.kv_len) is not None:
-            return "bool"
+    def outline(self) -> Outline | None:
+        """What is known of the mask without evaluating it; None for masks without a program."""
         heads = self.dims[1]
         entries = [divmod(self.which.index(n), heads) for n in range(max(self.which, default=-1) + 1)]
-        return structure_of(self.mask, self.q_len, self.kv_len, entries) if entries else None
+        return outline(self.mask, self.q_len, self.kv_len, entries)
+
+    @functools.cached_property
+    def statistics(self) -> tuple[float, ...]:
+        """By which masks of one structure are compared; for masks with an outline."""
+        assert self.outline is not None
+        return self.outline.statistics or dense_statistics(self.mask, self.q_len, self.kv_len)
 
     @functools.cached_property
     def orders(self) -> RowOrders:
