@@ -1,4 +1,4 @@
-"""Wall times of steps that each have another mask, beside steps under a repeated one, after checks."""
+"""Wall times of steps that each have another mask, beside calls under the same mask again, after checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from benchmarks.failures import first_line
 
-# Steps reported apart; calls under a repeated mask; calls of either kind that are timed however little time is left.
-FIRST_STEPS, REPEATS, LEAST_CALLS = 3, 20, 5
-# Later steps that are checked beside the first and the last, among those that are always there.
+_T = TypeVar("_T")
+# Steps reported apart; steps whose mask is repeated; steps that are taken however little time is left.
+FIRST_STEPS, REPEATS, LEAST_STEPS = 3, 20, 3
+# Later steps, among those whose mask is repeated, that are checked beside the first and the last.
 _CHECKED = 2
 
 
@@ -29,10 +30,10 @@ class StepRow:
         shape, dtype: of the problem.
         impl: who computes it.
         passes: "forward" without gradients, "both" for the output and all gradients, "training" with an optimizer.
-        repeated_ms: median of calls under a mask that was seen before.
+        repeated_ms: median of 20 calls, the third under the mask of each of the first steps.
         new_ms: median of steps with a new mask, the making of the mask included.
-        adds_ms: `new_ms` less `repeated_ms`.
-        worst_ms: the longest of these steps.
+        adds_ms: median of what those 20 steps took beyond the third call under their masks.
+        worst_ms: the longest step.
         first_ms: the first three steps, compilations included, which are none of those.
         repeated_host_ms, new_host_ms: medians of the time until the calls return, on a GPU.
         steps: new masks after the first three.
@@ -124,7 +125,7 @@ def forget(device: torch.device) -> None:
 
 def _times(row: StepRow, subject: Subject, device: torch.device, steps: int, seconds: float | None) -> StepRow:
     end = float("inf") if seconds is None else time.monotonic() + seconds
-    later = range(FIRST_STEPS, FIRST_STEPS + max(_CHECKED, min(steps, LEAST_CALLS)))
+    later = range(FIRST_STEPS, FIRST_STEPS + max(_CHECKED, min(steps, REPEATS)))
     checked = {0, *random.Random(row.kind).sample(later, _CHECKED)}
     result: object = None
     errors: list[float] = []
@@ -149,34 +150,38 @@ def _times(row: StepRow, subject: Subject, device: torch.device, steps: int, sec
         count += 1
         return times
 
+    def step_and_repeat() -> tuple[float, float, float, float]:
+        new = step()
+        timed(subject.again)
+        return (*new, *timed(subject.again))
+
     first = [step()[1] for _ in range(FIRST_STEPS)]
-    timed(subject.again)
-    repeated = _several(lambda: timed(subject.again), REPEATS, end)
+    pairs = _several(step_and_repeat, min(steps, REPEATS), LEAST_STEPS, end)
     errors.append(subject.check(result, count))
-    new = _several(step, steps, end)
-    errors.append(subject.check(result, count))
-    medians = [statistics.median(times) for times in (*zip(*repeated, strict=True), *zip(*new, strict=True))]
+    new = [pair[:2] for pair in pairs] + _several(step, steps - len(pairs), 0, end)
+    if len(new) > len(pairs):
+        errors.append(subject.check(result, count))
     on_gpu = device.type == "cuda"
     return replace(
         row,
-        repeated_ms=medians[1],
-        new_ms=medians[3],
-        adds_ms=medians[3] - medians[1],
+        repeated_ms=statistics.median(repeated for *_, repeated in pairs),
+        new_ms=statistics.median(wall for _, wall in new),
+        adds_ms=statistics.median(pair[1] - pair[3] for pair in pairs),
         worst_ms=max(wall for _, wall in new),
         first_ms=first,
-        repeated_host_ms=medians[0] if on_gpu else None,
-        new_host_ms=medians[2] if on_gpu else None,
+        repeated_host_ms=statistics.median(pair[2] for pair in pairs) if on_gpu else None,
+        new_host_ms=statistics.median(host for host, _ in new) if on_gpu else None,
         steps=len(new),
         error=max(errors),
     )
 
 
-def _several(call: Callable[[], tuple[float, float]], count: int, end: float) -> list[tuple[float, float]]:
-    """Call `count` times, or fewer but no less than `LEAST_CALLS` where they would last beyond `end`."""
-    times: list[tuple[float, float]] = []
-    while len(times) < min(count, LEAST_CALLS) or (len(times) < count and time.monotonic() < end):
-        times.append(call())
-    return times
+def _several(call: Callable[[], _T], count: int, least: int, end: float) -> list[_T]:
+    """Call `count` times, or fewer but no less than `least` where they would last beyond `end`."""
+    results: list[_T] = []
+    while len(results) < min(count, least) or (len(results) < count and time.monotonic() < end):
+        results.append(call())
+    return results
 
 
 def _wait(device: torch.device) -> None:

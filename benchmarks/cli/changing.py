@@ -25,7 +25,7 @@ _SIZES = {
 }
 _CASES = {
     "cuda": "llama,1,16384 gemma3,1,16384 modernbert,16,1024",
-    "cpu": "llama,1,512 gemma3,1,512 modernbert,4,128",
+    "cpu": "llama,1,128 gemma3,1,128 modernbert,4,128",
 }
 
 
@@ -91,7 +91,7 @@ def changing_table(rows: Sequence[StepRow], title: str) -> Table:
     from rich.table import Table
 
     impls = list(dict.fromkeys(row.impl for row in rows))
-    table = Table("mask", "shape", "passes", title=title, caption="under a repeated mask + what a new mask adds")
+    table = Table("mask", "shape", "passes", title=title, caption="ms under a mask again + what a new mask adds")
     for impl in impls:
         for heading in (impl, "worst", "first")[: 3 if impl == impls[0] else 1]:
             table.add_column(heading, justify="right", no_wrap=True)
