@@ -19,7 +19,7 @@ from stof import masks
 from stof.layout import LayoutConfig
 from stof.masks import Mask, transposed
 from stof.plans.filled import keep_choice, keep_tiling
-from stof.plans.kept_choices import KeptChoices
+from stof.plans.kept_choices import KeptByStructure, KeptChoices, structure_key
 from stof.selection import CallSpec, KernelChoice, MaskGeometry, candidates
 from stof.selection.backward_tilings import (
     BackwardTiling,
@@ -177,7 +177,7 @@ def regrets(
     """The regret of kept choices under `count` masks of each structure, after as many that fill the registry."""
     results: list[Regret] = []
     for name in names:
-        registry = {"forward": KeptChoices(), "backward": KeptChoices()}
+        registry = KeptByStructure()
         draw = random.Random(f"{seed} {name}")
         for n in range(2 * count):
             length = draw.choice([shape.q_len, 64 * draw.randint(shape.q_len // 128 + 1, shape.q_len // 64)])
@@ -189,7 +189,8 @@ def regrets(
             )  # fmt: skip
             one = Measured(mask, call)
             for direction, served in (("forward", _forward), ("backward", _backward)):
-                kept_us, best_us, surveyed = served(registry[direction], one)
+                kept = registry.of(structure_key(one.geometry, call, direction))
+                kept_us, best_us, surveyed = served(kept, one)
                 if n >= count:
                     results.append(Regret(name, repr(mask)[:80], direction, kept_us, best_us, surveyed))
         progress(name)
