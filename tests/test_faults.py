@@ -154,6 +154,8 @@ def test_forks_beside_a_thread_that_plans() -> None:
 class Sized:
     """A plan that takes some memory; asks whether the cache's lock is held while it is measured."""
 
+    when_grown: Any
+
     def __init__(self, size: int, cache: PlanCache) -> None:
         self.size, self.cache = size, cache
 
@@ -171,6 +173,7 @@ def test_plans_that_grow_count_with_their_new_size_and_are_measured_without_the_
         cache.put(n, plan)
     assert (cache.info().entries, cache.info().bytes) == (3, 6)
     plans[2].size = 7
+    plans[2].when_grown()
     cache.put(3, Sized(2, cache))
     assert [*cache._plans] == [2, 3], "the least recently used go first"
     assert cache.info().bytes == 9

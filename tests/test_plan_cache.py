@@ -22,8 +22,10 @@ from stof.kernels.implementation import tensors_of
 from stof.layout import LayoutConfig, build_layout
 from stof.plans import make as plans
 from stof.plans import plan as plan_module
+from stof.plans.backward import gradients_of
 from stof.plans.cache import PlanCache
 from stof.plans.plan import Plan
+from stof.selection.backward_tilings import BackwardTiling
 from stof.selection.kernel_choice import KernelChoice
 from stof.testing import assert_attention, make_inputs
 
@@ -195,26 +197,20 @@ def test_cache_counts_what_plans_grow_by(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.info().bytes == sum(plan.bytes() for plan in cache._plans.values())
 
 
-def test_cache_measures_few_plans() -> None:
-    """A new mask in every step must not cost a look at all plans."""
-    measured: list[int] = []
-
-    class Sized:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def bytes(self) -> int:
-            measured.append(self.number)
-            return 10
-
-    cache = PlanCache(50, 400)
-    for n in range(200):
-        measured.clear()
-        cache.put(n, Sized(n), n)  # type: ignore[arg-type]
-        assert cache.get(n) is not None
-        assert n in measured
-        assert len(measured) <= 3
-        assert cache.info().entries == min(n + 1, 40)
+def test_cache_measures_only_plans_that_grew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(100, 2**20, monkeypatch)
+    measured: list[str] = []
+    count = Plan.bytes
+    monkeypatch.setattr(Plan, "bytes", lambda plan: measured.append(plan.mask_text) or count(plan))
+    plans = [stof.plan(masks.sliding_window(n), 64) for n in range(20)]
+    assert len(measured) == 20
+    plans[3].prepared("reference")
+    gradients_of(plans[7]).prepared("reference", BackwardTiling())
+    measured.clear()
+    last = stof.plan(masks.sliding_window(20), 64)
+    assert sorted(measured) == sorted(plan.mask_text for plan in (plans[3], plans[7], last))
+    assert cache.info().bytes == sum(map(count, [*plans, last]))
+    assert copy.copy(plans[3]).when_grown is None
 
 
 def test_tensors_are_read_in_every_call_and_masks_of_them_keep_their_values() -> None:

@@ -81,7 +81,7 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     from stof.kernels.hopper.fill_work import write_work
     from stof.kernels.triton.fill_items import write_items
     from stof.layout.builders.gpu import mask_input as source
-    from stof.layout.fill import fill_kernels, tiles
+    from stof.layout.fill import count_kernels, tiles, write_kernels
 
     ints, i = "*i32", "i32"
     for read, kind in kinds:
@@ -89,11 +89,11 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
         reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield fill_kernels.count_tiles, [read, ints, ints, *[i] * 14, *sizes, tiles.COUNTED[is_program]], {}
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 14, *sizes, tiles.COUNTED[is_program]], {}
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width]
-                yield fill_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
-    yield fill_kernels.find_unseen_keys, [ints, *[i] * 6], {}
+                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
+    yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {}
     yield write_items, [ints, ints, i, i], {}
     yield write_work, [*[ints] * 6, *[i] * 8], {}
 

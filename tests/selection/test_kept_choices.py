@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -189,6 +191,30 @@ def test_calls_with_a_bias_have_no_filled_lists() -> None:
     serves = served(kept, masks.sliding_window(20), has_bias=True)
     assert serves is not None
     assert serves.prepared is None
+    # Lists that are filled for other calls are not those of this one.
+    without = served(kept, masks.sliding_window(20))
+    assert without is not None
+    assert without.choice != serves.choice == replace(without.choice, filled=False)
+
+
+def test_a_named_implementation_is_kept_apart() -> None:
+    one = geometry(masks.sliding_window(100))
+    call = call_of(one)
+    ranked = [c for c in candidates(call, CUDA, one, load_model(DEFAULT_DEVICE)) if c.name == "block_wise"]
+    kept = KeptChoices()
+    keep_choice(kept, one, ranked, first_of(ranked, call), "")
+    near = kept.near(one.statistics)
+    assert near is not None
+    assert near.choice.implementation == "block_wise"
+
+
+def test_a_tiling_that_failed_is_dropped() -> None:
+    kept = KeptByStructure()
+    kept.of(1).keep((1.0,), BackwardTiling(), "")
+    kept.of(2).keep((1.0,), "another", "")
+    kept.drop(BackwardTiling())
+    assert kept.of(1).near((1.0,)) is None
+    assert kept.of(2).near((1.0,)) is not None
 
 
 def test_unseen_keys_among_seen_ones_have_no_filled_lists() -> None:

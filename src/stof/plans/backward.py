@@ -82,6 +82,7 @@ class PlanGradients:
             if serves is not None:
                 if serves.prepared is not None:
                     self._prepared[name, serves.tiling] = serves.prepared
+                    plan.note_growth()
                 return (serves.tiling,)
         tilings = backward.tilings(call, self._geometry)
         if kept is not None:
@@ -93,11 +94,13 @@ class PlanGradients:
         key = (name, tiling)
         if key not in self._prepared:
             self._prepared[key] = made_for_calls(self._plan.device, partial(self._prepare, name, tiling))
+            self._plan.note_growth()
         return self._prepared[key]
 
     def reject(self, name: str, tiling: BackwardTiling, error: KernelError) -> None:
         """Exclude a choice that failed on this device, or with these layouts, from later calls."""
         self._failed[name, tiling] = str(error)
+        kept_by_structure.drop(tiling)
 
     def store(self, key: Hashable, call: BackwardCall) -> None:
         """Store a bound call under a key that holds all it is bound to."""
@@ -119,6 +122,7 @@ class PlanGradients:
             if self._plan.mask is not None:
                 self._plan.mask.refuse_changed()
             self._layouts[key] = self._geometry(transposed).build(*chosen)
+            self._plan.note_growth()
         return self._layouts[key]
 
     def _geometry(self, swap: bool) -> MaskGeometry:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,11 +45,9 @@ class PlanCache:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
+        self._sizes: dict[Hashable, int] = {}  # bytes of plans, as last measured
+        self._grown: set[Hashable] = set()  # keys of plans that grew since
         self._lock = ForkSafeLock()
-        # Bytes of each plan when it was measured, the longest ago first. Plans that were used since may have grown.
-        self._bytes: dict[Hashable, int] = {}
-        self._total = 0  # of these
-        self._used: set[Hashable] = set()
         self._hits = self._misses = 0
 
     def get(self, key: Hashable, call: Hashable = None) -> Plan | None:
@@ -61,7 +59,6 @@ class PlanCache:
                 return None
             self._hits += 1
             self._plans.move_to_end(key)
-            self._used.add(key)
             if len(self._keys) >= _MOST_CALLS:
                 self._keys.clear()
             self._keys[call] = key
@@ -73,39 +70,49 @@ class PlanCache:
         return None if key is None else self.get(key, call)
 
     def put(self, key: Hashable, plan: Plan, call: Hashable = None) -> None:
-        """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size.
-
-        Measuring all plans takes longer than finding one. Measured are the new one, those that were found since the
-        last call of this function, which may have grown, and of the others, whose users may hold them, one in turn.
-        """
+        """Keep `plan`, and drop the least recently used ones beyond the bounds; the latest stays whatever its size."""
         with self._lock:
             if key in self._plans:
                 return
             self._plans[key], self._keys[call] = plan, key
-            due, self._used = {key, *self._used, *itertools.islice(self._bytes, 1)}, set()
-            held_plans = [(one, self._plans[one]) for one in due if one in self._plans]
-        sizes = {held_key: held.bytes() for held_key, held in held_plans}  # not under the lock
+            plan.when_grown = partial(self._grown.add, key)
+            plan.when_grown()
+            while len(self._plans) > self._max_entries:
+                self._drop_oldest()
+        self._measure()
         with self._lock:
-            for held_key, size in sizes.items():
-                if held_key in self._plans:
-                    self._total += size - self._bytes.pop(held_key, 0)
-                    self._bytes[held_key] = size
-            while len(self._plans) > 1 and (len(self._plans) > self._max_entries or self._total > self._max_bytes):
-                self._total -= self._bytes.pop(self._plans.popitem(last=False)[0], 0)
-                self._keys.clear()
+            while sum(self._sizes.values()) > self._max_bytes and len(self._plans) > 1:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._sizes.pop(next(iter(self._plans)), None)
+        self._plans.popitem(last=False)
+        self._keys.clear()
+
+    def _measure(self) -> None:
+        """Measure the plans that grew, when another implementation prepared them, say; not under the lock."""
+        grown: list[tuple[Hashable, Plan]] = []
+        with self._lock:
+            while self._grown:
+                key = self._grown.pop()  # another thread may add one at any time
+                if key in self._plans:
+                    grown.append((key, self._plans[key]))
+        for key, plan in grown:
+            size = plan.bytes()
+            with self._lock:
+                if self._plans.get(key) is plan:
+                    self._sizes[key] = size
 
     def clear(self) -> None:
         """Drop all plans, and what is known of mask functions."""
         forget_functions()
         with self._lock:
+            self._sizes.clear()
             self._plans.clear()
             self._keys.clear()
-            self._bytes.clear()
-            self._total = 0
-            self._used.clear()
             self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:
+        self._measure()
         with self._lock:
-            plans, hits, misses = list(self._plans.values()), self._hits, self._misses
-        return CacheInfo(len(plans), sum(plan.bytes() for plan in plans), hits, misses)
+            return CacheInfo(len(self._plans), sum(self._sizes.values()), self._hits, self._misses)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout import LayoutConfig
+from stof.layout.builders.gpu.mask_input import on_device
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, Candidate, KernelChoice, MaskGeometry, failures
@@ -17,7 +21,7 @@ from stof.selection.backward_tilings import BackwardTiling, whole_tile_tiling
 from stof.selection.gpu_choices import for_call
 from stof.selection.select import LayoutErrors
 
-# Choices whose lists can be filled may be estimated to take so many times as long as the best.
+# Maximum ratio of a fillable choice's estimate to the best estimate.
 _MOST_SLOWER = 1.2
 
 
@@ -88,17 +92,26 @@ def kept_choice(
         return None
     if choice.row_order not in (None, *geometry.row_orders):  # an order that a search gave
         return None
-    filled = None
-    if is_fillable(choice) and not call.has_bias and choice not in prepared:
-        assert choice.layout is not None
-        assert choice.kernel is not None
-        [counted] = count_tiles((geometry, choice.layout))
-        if counted is not None:
-            lengths = geometry.q_len, geometry.kv_len
-            filled = prepare_filled(counted.write(False), lengths, choice.layout.block_n, choice.kernel)
-    if filled is None and layout_errors.get(choice.layout_key) is not None:
+    if is_fillable(choice) and not call.has_bias:
+        filled = replace(choice, filled=True)
+        if filled in prepared and choice.layout_key not in layout_errors:
+            return ServingChoice(filled, None, near.mask_text)
+        lists = None if filled in prepared else _filled_tiles(geometry, choice, device=geometry.device)
+        if lists is not None:
+            return ServingChoice(filled, lists, near.mask_text)
+    return None if choice.layout_key in layout_errors else ServingChoice(choice, None, near.mask_text)
+
+
+@on_device
+def _filled_tiles(geometry: MaskGeometry, choice: KernelChoice, *, device: torch.device) -> PreparedTiles | None:
+    """The lists of a fillable choice; None for masks that cannot be filled."""
+    assert choice.layout is not None
+    assert choice.kernel is not None
+    [counted] = _count_tiles(device, (geometry, choice.layout))
+    if counted is None:
         return None
-    return ServingChoice(choice, filled, near.mask_text)
+    lengths = geometry.q_len, geometry.kv_len
+    return prepare_filled(counted.write(False), lengths, choice.layout.block_n, choice.kernel)
 
 
 def keep_choice(
@@ -125,19 +138,27 @@ def kept_tiling(kept: KeptChoices, geometry_of: Callable[[bool], MaskGeometry]) 
     layouts = ((tiling.dq_layout, geometry), (tiling.dkv_layout, transposed))
     if any(layout is not None and layout[1] not in (None, *of.row_orders) for layout, of in layouts):
         return None
-    prepared = None
-    if is_fillable_backward(tiling):
-        counted = count_tiles(*[(of, layout[0]) for layout, of in layouts if layout is not None])
-        tiles = [
-            filled_backward_tiles(one.write(True), of.q_len)
-            for one, (_, of) in zip(counted, layouts, strict=True)
-            if one is not None
-        ]
-        if len(tiles) == len(layouts):
-            assert tiling.dq is not None
-            assert tiling.dkv is not None
-            prepared = PreparedBackward(tiles[0], tiling.dq, tiles[1], tiling.dkv)
-    return ServingTiling(tiling, prepared)
+    filled = is_fillable_backward(tiling)
+    return ServingTiling(tiling, _filled_gradients(geometry_of, tiling, device=geometry.device) if filled else None)
+
+
+@on_device
+def _filled_gradients(
+    geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, device: torch.device
+) -> PreparedBackward | None:
+    """The lists of a fillable tiling; None for masks that cannot be filled."""
+    assert tiling.dq_layout is not None
+    assert tiling.dkv_layout is not None
+    assert tiling.dq is not None
+    assert tiling.dkv is not None
+    geometry, transposed = geometry_of(False), geometry_of(True)
+    dq, dkv = _count_tiles(device, (geometry, tiling.dq_layout[0]), (transposed, tiling.dkv_layout[0]))
+    if dq is None or dkv is None:
+        return None
+    return PreparedBackward(
+        filled_backward_tiles(dq.write(True), geometry.q_len), tiling.dq,
+        filled_backward_tiles(dkv.write(True), transposed.q_len), tiling.dkv,
+    )  # fmt: skip
 
 
 def keep_tiling(
@@ -160,15 +181,12 @@ class CountedTiles(NamedTuple):
         return self.fill.write(self.tiles, self.partial, every_column)
 
 
-def count_tiles(*counted: tuple[MaskGeometry, LayoutConfig]) -> list[CountedTiles | None]:
+def _count_tiles(device: torch.device, *counted: tuple[MaskGeometry, LayoutConfig]) -> list[CountedTiles | None]:
     """Count the tiles of masks, all before the host waits for any; None for masks that cannot be filled."""
     fills = [
-        start_fill(
-            geometry.mask, geometry.q_len, geometry.kv_len, geometry.dims, geometry.which, config.block_m,
-            config.block_n, device=geometry.device,
-        )
-        for geometry, config in counted
-    ]  # fmt: skip
+        start_fill(of.mask, of.q_len, of.kv_len, of.dims, of.which, config.block_m, config.block_n, device)
+        for of, config in counted
+    ]
     counts = [None if fill is None else fill.counts() for fill in fills]
     return [
         None if fill is None or count is None else CountedTiles(fill, *count)

@@ -1,6 +1,6 @@
 """Choices kept by the structure of a mask: a later mask with other numbers is neither surveyed nor estimated.
 
-The structure of a mask is its program without bounds, shifts, sizes and contents of tables. Of each structure, and of
+The structure of a mask is its program without bounds, shifts, table sizes and table contents. Of each structure, and of
 each kind of call, several choices are kept: how fast one is depends on how many keys rows see, and on much else. A kept
 choice says how a call is computed, never which scores count: lists and layouts are made for each mask.
 """
@@ -20,7 +20,7 @@ from stof.selection import CallSpec, MaskGeometry
 _MOST, _MOST_CHOICES = 256, 32
 # How much the statistics of a mask, in octaves, may differ from those of the mask that a choice was made for.
 _REACH = 0.5
-# Evenly spaced rows fill row blocks of lengths that a number divides; those that matter divide this one.
+# Strided row orders need a length that stride times `block_m` divides; larger divisors than this make no difference.
 _EVEN = 2**12
 
 Statistics = tuple[float, ...]
@@ -46,7 +46,7 @@ class KeptChoices:
 
     def near(self, statistics: Statistics) -> Kept | None:
         """Return the choice made for the mask that is most alike, None if none was alike enough."""
-        kept = self._by_statistics.copy()  # another thread may add one
+        kept = self._by_statistics
         nearest = min(kept, key=lambda other: _distance(statistics, other), default=None)
         return None if nearest is None or _distance(statistics, nearest) > _REACH else kept[nearest]
 
@@ -54,6 +54,10 @@ class KeptChoices:
         """Keep a choice for masks like the one it was made for; of too many, the one made first is dropped."""
         items = [*self._by_statistics.items()][1 - _MOST_CHOICES :]
         self._by_statistics = {**dict(items), statistics: Kept(choice, mask_text)}
+
+    def drop(self, choice: Any) -> None:
+        """Forget a choice that failed."""
+        self._by_statistics = {at: kept for at, kept in self._by_statistics.items() if kept.choice != choice}
 
 
 def _distance(one: Statistics, other: Statistics) -> float:
@@ -77,6 +81,12 @@ class KeptByStructure:
             if len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
             return kept
+
+    def drop(self, choice: Any) -> None:
+        """Forget a choice that failed, of all structures."""
+        with self._lock:
+            for kept in self._kept.values():
+                kept.drop(choice)
 
     def clear(self) -> None:
         """Forget all choices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -110,6 +110,7 @@ class Plan(Numbered):
 
     is_dynamic = False  # whether the mask is replaced in every step
     updates = 0  # how often the mask was replaced
+    when_grown: Callable[[], object] | None = None  # called when `bytes` has become more
 
     def __init__(
         self,
@@ -147,7 +148,8 @@ class Plan(Numbered):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
-        return self.__dict__ | {"number": 0, "_first": None, "_calls": {}, "_in_graphs": set(), "gradients": None}
+        left_out: dict[str, Any] = {"number": 0, "_first": None, "when_grown": None, "gradients": None}
+        return self.__dict__ | left_out | {"_calls": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -241,6 +243,7 @@ class Plan(Numbered):
         if self._layout is None:
             build = functools.partial(self._build, default_config(self.device), None)
             self._layout = outside_graph_pool(self.device, build)
+            self.note_growth()
         return self._layout
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
@@ -268,13 +271,15 @@ class Plan(Numbered):
             serves = made_for_calls(self.device, partial(kept_choice, *arguments))
             if serves is not None:
                 if serves.prepared is not None:
-                    self._prepared[serves.choice] = serves.prepared
+                    self._prepared[replace(serves.choice, widened=False)] = serves.prepared
+                    self.note_growth()
                 self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
                 return serves.choice
         ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)
         choice = first_of(ranked, call, implementation)
         if kept is not None and not self._layout_errors:
-            keep_choice(kept, geometry, ranked, choice, self.mask_text)
+            of_implementation = [one for one in ranked if implementation in (None, one.name)]
+            keep_choice(kept, geometry, of_implementation, choice, self.mask_text)
         return choice
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
@@ -344,7 +349,13 @@ class Plan(Numbered):
         prepared = self._prepared.get(choice)
         if prepared is None:
             prepared = self._prepared[choice] = made_for_calls(self.device, partial(self._prepare, choice))
+            self.note_growth()
         return prepared
+
+    def note_growth(self) -> None:
+        """Tell the cache that the plan, or what it holds for backward passes, has got another layout or lists."""
+        if self.when_grown is not None:
+            self.when_grown()
 
     def _prepare(self, choice: KernelChoice) -> Any:
         implemented, layout = IMPLEMENTATIONS[choice.implementation], self._layout_of(choice)
@@ -358,6 +369,7 @@ class Plan(Numbered):
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._build(*key)
+            self.note_growth()
         return layout
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
@@ -418,7 +430,8 @@ class Plan(Numbered):
         for (call, name), choice in self._choices.items():
             # With more keys, a bias may no longer need the copy that TMA needed, so such calls are decided again.
             if choice.row_order is None and not call.bias_to_copy:
-                plan._choices[replace(call, q_len=lengths[0], kv_len=lengths[1]), name] = choice
+                of_layout = replace(choice, filled=False)
+                plan._choices[replace(call, q_len=lengths[0], kv_len=lengths[1]), name] = of_layout
         return plan
 
     def statistics(self) -> LayoutStatistics:

@@ -18,6 +18,7 @@ class KernelChoice:
         layout: block sizes and gathering; None takes the plan's own layout.
         row_order: a name for `stof.layout.orders.named_order`; None keeps the rows' order.
         kernel: settings of the block-wise kernel; None for implementations without any.
+        filled: the lists of the kernel are filled on the GPU, and made of no layout.
         widened: q, k and v of 8 bits become 16 or 32 first, for an implementation that does not take them.
     """
 
@@ -26,6 +27,7 @@ class KernelChoice:
     row_order: str | None = None
     kernel: KernelConfig | None = None
     widened: bool = False
+    filled: bool = False
 
     @property
     def layout_key(self) -> Hashable:
@@ -38,6 +40,8 @@ class KernelChoice:
         parts = ["widened"] if self.widened else []
         if self.layout is not None:
             parts.append(f"{self.layout.block_m}x{self.layout.block_n} tiles, {self.layout.columns}")
+        if self.filled:
+            parts.append("filled lists")
         if self.row_order is not None:
             parts.append(f"rows by {self.row_order}")
         if self.kernel is not None:

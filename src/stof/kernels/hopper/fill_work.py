@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.kernels.hopper.tile_scheduler import WORK, WORK_SIZE
-from stof.layout.fill.fill_kernels import rank_of
+from stof.layout.fill.write_kernels import rank_of
 
 # (Batch entry, head) pairs whose work tiles are written together.
 _PAIRS = tl.constexpr(32)

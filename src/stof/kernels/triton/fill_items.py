@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stof.kernels.triton.backward_tiles import ITEM
-from stof.layout.fill.fill_kernels import rank_of
+from stof.layout.fill.write_kernels import rank_of
 
 _ROW_BLOCK, _CHUNKS, _SIZE = tl.constexpr(ITEM.row_block), tl.constexpr(ITEM.chunks), tl.constexpr(len(ITEM))
 

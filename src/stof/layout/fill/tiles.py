@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stof.layout.builders.gpu.input_forms import PROGRAM
-from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
+from stof.layout.builders.gpu.mask_input import Source, source_of
 from stof.layout.limits import MOST_WORDS
 from stof.masks import Mask
 from stof.masks.gpu_program import Op
@@ -21,6 +21,8 @@ COUNTED = {True: 128, False: 1}
 WRITTEN = {True: 64, False: 4}
 # Most tiles, empty ones included: their codes take a byte each.
 _MOST_TILES = 2**26
+# Most columns that are listed: 1 GB, and offsets of 32 bits.
+_MOST_COLUMNS = 2**28
 # Numbers that the host waits for.
 _RESULTS = 3
 # Tiles past the end, which kernels load ahead.
@@ -36,7 +38,7 @@ class FilledTiles:
         row_block_ptr: int32 `[P * R + 1]`, tiles of row block n are `ptr[n] : ptr[n + 1]`, partial ones first.
         partial_count: int32 `[P * R]`.
         columns: int32 `[T + 3, width]`. Of width 1: the first column of each tile, which may be below 0. Else every
-            column, and where no row keeps it perhaps another of the mask's.
+            column; those that no query of the pattern sees are replaced by the last one that some query sees.
         tile_bitmap: int32 `[T + 3]`, row of `bitmaps`.
         bitmaps: int32 `[n, block_m, 4]`: nothing, everything, those of partial tiles; bit `2 j + b` of word `q` is
             column `8 j + 2 q + b`.
@@ -95,30 +97,34 @@ class TileFill:
         self._count()
 
     def _count(self) -> None:
-        from stof.layout.fill import fill_kernels
+        from stof.layout.fill import count_kernels
         from stof.runtime.launch import launch
 
         source, group, device = self._source, COUNTED[self._is_program], self._device
         _, q_len, kv_len, _, _, _, *firsts = self._sized
         if self._is_program:
-            programs = source.patterns * -(-kv_len // fill_kernels.KEYS)
+            programs = source.patterns * -(-kv_len // count_kernels.KEYS)
             sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
-            launch(fill_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device)
+            launch(count_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device)
         groups = -(-self._columns // group)
         tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
         rows = source.rows_at_once(self._block_m, self._block_n)
         launch(
-            fill_kernels.count_tiles, self._blocks * groups, tensors,
+            count_kernels.count_tiles, self._blocks * groups, tensors,
             (*source.strides, *self._sized, groups, self._seen_words),
             (source.kind, self._block_m, self._block_n, rows, group), device=device,
         )  # fmt: skip
 
     def counts(self) -> tuple[int, int] | None:
-        """Wait for the numbers of tiles and of partial ones; None if later keys than the first unseen one are seen."""
+        """Wait for the numbers of tiles and of partial ones.
+
+        Returns:
+            None if a key after the first unseen one is seen, or if there are too many tiles.
+        """
         self._mailbox.wait(_RESULTS, self._device)
         tiles, partial, later_seen = (number - 1 for number in self._mailbox.read(_RESULTS))
-        most_words = (partial + 2) * self._block_m * 4
-        return None if later_seen or most_words >= MOST_WORDS else (tiles, partial)
+        too_many = (partial + 2) * self._block_m * 4 >= MOST_WORDS or tiles * self._block_n >= _MOST_COLUMNS
+        return None if later_seen or too_many else (tiles, partial)
 
     def write(self, tiles: int, partial: int, every_column: bool) -> FilledTiles:
         """Write the lists.
@@ -127,7 +133,7 @@ class TileFill:
             tiles, partial: of `counts`.
             every_column: whether `FilledTiles.columns` lists every column of a tile.
         """
-        from stof.layout.fill import fill_kernels
+        from stof.layout.fill import write_kernels
         from stof.runtime.launch import launch
 
         device, block_m, block_n = self._device, self._block_m, self._block_n
@@ -154,14 +160,13 @@ class TileFill:
         )  # fmt: skip
         rows = source.rows_at_once(block_m, block_n)
         launch(
-            fill_kernels.write_tiles, self._blocks * groups + 1, tensors,
+            write_kernels.write_tiles, self._blocks * groups + 1, tensors,
             (*source.strides, *self._sized, groups, self._seen_words, tiles, pattern_of.numel()),
             (source.kind, block_m, block_n, rows, group, width), device=device,
         )  # fmt: skip
         return filled
 
 
-@on_device
 def start_fill(
     mask: Mask,
     q_len: int,
@@ -170,7 +175,6 @@ def start_fill(
     which: list[int],
     block_m: int,
     block_n: int,
-    *,
     device: torch.device,
 ) -> TileFill | None:
     """Begin to fill the tiles of a mask; None where the kernels do not serve it.
