@@ -136,7 +136,7 @@ def first_choice(one: MaskGeometry, kept: KeptChoices) -> KernelChoice:
 
 def served(kept: KeptChoices, mask: Mask, **options: object) -> ServingChoice | None:
     one = geometry(mask)
-    return kept_choice(kept, one, call_of(one, **options), {}, {})
+    return kept_choice(kept, one, call_of(one, **options), CUDA, {}, {})
 
 
 def test_lists_of_the_next_mask_are_filled() -> None:
@@ -175,12 +175,12 @@ def test_a_layout_that_does_not_fit_serves_if_its_lists_are_filled() -> None:
     one = geometry(masks.sliding_window(20))
     choice = first_choice(one, kept)
     errors = {choice.layout_key: "its tiles hold keys that no query sees"}
-    serves = kept_choice(kept, one, call_of(one), {}, errors)
+    serves = kept_choice(kept, one, call_of(one), CUDA, {}, errors)
     assert serves is not None
     assert serves.prepared is not None
     # Lists that were filled before have been refused, too.
-    assert kept_choice(kept, one, call_of(one), {serves.choice: serves.prepared}, errors) is None
-    again = kept_choice(kept, one, call_of(one), {serves.choice: serves.prepared}, {})
+    assert kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, errors) is None
+    again = kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, {})
     assert again is not None
     assert again.prepared is None
 

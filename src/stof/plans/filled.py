@@ -74,12 +74,14 @@ def kept_choice(
     kept: KeptChoices,
     geometry: MaskGeometry,
     call: CallSpec,
+    device: torch.device,
     prepared: Mapping[KernelChoice, Any],
     layout_errors: LayoutErrors,
 ) -> ServingChoice | None:
     """The kept choice that serves a mask, with filled lists if it can have them; None if the mask must be surveyed.
 
     Args:
+        device: the plan's.
         prepared: choices with lists of this mask.
         layout_errors: choices whose layouts do not fit. Filled lists may: their tiles hold no key that no query sees.
     """
@@ -88,7 +90,7 @@ def kept_choice(
         return None
     wide = call.widened() if near.choice.widened else None
     choice = for_call(near.choice, wide or call)
-    if failures.reason(choice, wide or call, geometry.device) is not None:
+    if failures.reason(choice, wide or call, device) is not None:
         return None
     if choice.row_order not in (None, *geometry.row_orders):  # an order that a search gave
         return None

@@ -139,6 +139,7 @@ class Plan(Numbered):
         self._calls: dict[Hashable, BoundCall] = {}
         self._in_graphs: set[Any] = set()
         self._layout_errors: dict[Hashable, str] = {}
+        self._rejected: set[KernelChoice] = set()
         self._serving: dict[tuple[CallSpec, str | None], str] = {}  # calls whose choice was made for another mask
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
@@ -267,9 +268,9 @@ class Plan(Numbered):
         key = structure_key(geometry, call, implementation)
         kept = None if key is None else kept_by_structure.of(key)
         if kept is not None:
-            arguments = kept, geometry, call, self._prepared, self._layout_errors
+            arguments = kept, geometry, call, self.device, self._prepared, self._layout_errors
             serves = made_for_calls(self.device, partial(kept_choice, *arguments))
-            if serves is not None:
+            if serves is not None and serves.choice not in self._rejected:
                 if serves.prepared is not None:
                     self._prepared[replace(serves.choice, widened=False)] = serves.prepared
                     self.note_growth()
@@ -301,6 +302,7 @@ class Plan(Numbered):
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Exclude a choice that failed on this device, or with this plan's layout, from later calls."""
+        self._rejected.add(choice)
         if isinstance(error, UnfitLayoutError):
             self._layout_errors[choice.layout_key] = str(error)
             if error.unseen_keys and self._gpu_geometry is not None:  # other layouts then hold such keys too
