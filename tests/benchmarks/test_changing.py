@@ -50,7 +50,6 @@ def test_command_checks_and_times_every_kind(tmp_path: Path) -> None:
         assert bool(row.new_ms and row.repeated_ms and row.worst_ms) == (row.impl != "varlen"), row
         assert len(row.first_ms) == (0 if row.impl == "varlen" else 3), row
         assert row.impl == "varlen" or (row.error is not None and row.error < 1e-4), row
-    assert all(kind[:6] in done.stdout for kind in kinds)  # a narrow terminal cuts names
 
 
 @pytest.mark.parametrize("kind", ["documents", "patterns", "bool"])
