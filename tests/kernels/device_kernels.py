@@ -93,7 +93,7 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width]
                 yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
-    yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {}
+    yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {"num_warps": tiles.SEARCHERS}
     yield write_items, [ints, ints, i, i], {}
     yield write_work, [*[ints] * 6, *[i] * 8], {}
 

@@ -19,6 +19,8 @@ from stof.masks.gpu_program import Op
 # Tiles of a row block that one thread block handles, of programs and of bool tensors: to count them, and to write them.
 COUNTED = {True: 128, False: 1}
 WRITTEN = {True: 64, False: 4}
+# Warps of `find_unseen_keys`.
+SEARCHERS = 8
 # Most tiles, empty ones included: their codes take a byte each.
 _MOST_TILES = 2**26
 # Most columns that are listed: 1 GB, and offsets of 32 bits.
@@ -105,7 +107,9 @@ class TileFill:
         if self._is_program:
             programs = source.patterns * -(-kv_len // count_kernels.KEYS)
             sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
-            launch(count_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device)
+            launch(
+                count_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device, num_warps=SEARCHERS
+            )
         groups = -(-self._columns // group)
         tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
         rows = source.rows_at_once(self._block_m, self._block_n)
