@@ -115,14 +115,14 @@ class _Attention:
         with torch.no_grad():
             mod = self.kind.mod(self.source, problem.shape, self.device)
             inputs = (problem.q, problem.k, problem.v)
-            found = errors_of(mod, problem.shape, inputs, problem.d_out, [self._laid_out(x) for x in result], step)
+            errors = errors_of(mod, problem.shape, inputs, problem.d_out, [self._laid_out(x) for x in result], step)
         for what, error, tolerance in (
-            ("the output", found.out, TOLERANCE[problem.q.dtype]),
-            ("a gradient", found.gradients, GRADIENT_TOLERANCE[problem.q.itemsize]),
+            ("the output", errors.out, TOLERANCE[problem.q.dtype]),
+            ("a gradient", errors.gradients, GRADIENT_TOLERANCE[problem.q.itemsize]),
         ):
             if not error <= tolerance:
                 raise WrongResultError(f"wrong: {what} of step {step} is off by {error:.2g} of the largest")
-        return max(found)
+        return max(errors)
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """Between `[B, H, S, D]` and what the implementation takes."""

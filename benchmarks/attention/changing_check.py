@@ -64,10 +64,10 @@ def errors_of(
         head = _Head(mod, *at, *(x.double() for x in (q[b, h], k[b, kv_head], v[b, kv_head], d_out[b, h])))
         needed = rows if len(result) == 1 or len(rows) == shape.q_len else _with_readers(head, rows, keys)
         for part in needed.split(max(1, _SCORES // shape.kv_len)):
-            for error, found, expected in zip(errors, result[:2], _add_rows(head, part, d_k, d_v), strict=False):
-                error.take(found[b, h, part], expected)
-    for error, found, expected in zip(errors[2:], result[2:], (d_k, d_v), strict=False):
-        error.take(found[b, kv_head, keys], expected[keys])
+            for error, actual, expected in zip(errors, result[:2], _add_rows(head, part, d_k, d_v), strict=False):
+                error.take(actual[b, h, part], expected)
+    for error, actual, expected in zip(errors[2:], result[2:], (d_k, d_v), strict=False):
+        error.take(actual[b, kv_head, keys], expected[keys])
     least = _LEAST_SCALE * max(error.value for error in errors)
     out, *gradients = (error.difference / max(error.value, least, 1e-300) for error in errors)
     return Errors(out, max(gradients, default=0.0))
@@ -78,8 +78,8 @@ class _Largest:
 
     difference = value = 0.0
 
-    def take(self, found: Tensor, expected: Tensor) -> None:
-        self.difference = max(self.difference, float((found.double() - expected).abs().max()))
+    def take(self, actual: Tensor, expected: Tensor) -> None:
+        self.difference = max(self.difference, float((actual.double() - expected).abs().max()))
         self.value = max(self.value, float(expected.abs().max()))
 
 

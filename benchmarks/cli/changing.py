@@ -74,10 +74,10 @@ def changing(
     progress = Console(stderr=True)
     rows: list[StepRow] = []
     if models:
-        found = model_rows([ModelCase.parse(text) for text in (cases or _CASES[where.type]).split()], *options)
+        results = model_rows([ModelCase.parse(text) for text in (cases or _CASES[where.type]).split()], *options)
     else:
-        found = changing_rows(wanted, *chosen, *options, dtype=precision)
-    for row in found:
+        results = changing_rows(wanted, *chosen, *options, dtype=precision)
+    for row in results:
         rows.append(row)
         figures = row.note or f"repeated {row.repeated_ms:.2f} ms, a new mask adds {row.adds_ms:.2f} ms"
         progress.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {figures}", soft_wrap=True, highlight=False)
@@ -95,11 +95,11 @@ def changing_table(rows: Sequence[StepRow], title: str) -> Table:
     for impl in impls:
         for heading in (impl, "worst", "first")[: 3 if impl == impls[0] else 1]:
             table.add_column(heading, justify="right", no_wrap=True)
-    found = {(row.kind, row.shape, row.passes, row.impl): row for row in rows}
+    by_key = {(row.kind, row.shape, row.passes, row.impl): row for row in rows}
     for key in dict.fromkeys((row.kind, row.shape, row.passes) for row in rows):
         cells: list[str] = []
         for impl in impls:
-            row = found.get((*key, impl))
+            row = by_key.get((*key, impl))
             if row is None or row.repeated_ms is None or row.worst_ms is None:
                 word = "" if row is None else row.note.split(":")[0]
                 cells += [word if word in ("wrong", "failed") else "-", "", ""][: 3 if impl == impls[0] else 1]

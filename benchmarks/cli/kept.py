@@ -35,11 +35,11 @@ def kept(
         table.add_column(heading, justify="left" if heading in ("structure", "pass", "under") else "right")
     for direction in ("forward", "backward"):
         for name in [*chosen, ""]:
-            found = [row for row in rows if row.direction == direction and name in (row.structure, "")]
-            worst = max(found, key=lambda row: row.share)
-            mean = sum(row.share for row in found) / len(found)
-            surveyed = sum(row.surveyed for row in found)
-            figures = (str(len(found)), str(surveyed), f"{mean:.1%}", f"{worst.share:.1%}", f"{worst.best_us:.0f}")
+            selected = [row for row in rows if row.direction == direction and name in (row.structure, "")]
+            worst = max(selected, key=lambda row: row.share)
+            mean = sum(row.share for row in selected) / len(selected)
+            surveyed = sum(row.surveyed for row in selected)
+            figures = (str(len(selected)), str(surveyed), f"{mean:.1%}", f"{worst.share:.1%}", f"{worst.best_us:.0f}")
             table.add_row(name or "all", direction, *figures, worst.mask[:40])
     table_console().print(table)
     if output is not None:

@@ -130,9 +130,9 @@ def _changed(exact: Any, way: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _check_tokens(found: Tensor, expected: Tensor, real: Tensor, step: int) -> float:
+def _check_tokens(actual: Tensor, expected: Tensor, real: Tensor, step: int) -> float:
     """1 less the least cosine of a real token's output."""
-    cosines = F.cosine_similarity(found.double(), expected.double(), -1)[real]
+    cosines = F.cosine_similarity(actual.double(), expected.double(), -1)[real]
     least = float(cosines.min()) if bool(torch.isfinite(cosines).all()) else 0.0
     if not least >= _TOKEN:
         raise WrongResultError(f"wrong: a token of step {step} has cosine {least:.4f} to float32")

@@ -11,7 +11,7 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.hopper.tile_lists import TILE_ITEM, TileLists
 from stof.kernels.hopper.tile_scheduler import WORK_SIZE
-from stof.layout.fill.tiles import FilledTiles
+from stof.layout.fill.tiles import SPARE_TILES, FilledTiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class FilledTileLists(TileLists):
         work = torch.empty((batch * heads * self.row_blocks + 1, WORK_SIZE), dtype=torch.int32, device=device)
         patterns = len(self.partial_count) // self.row_blocks
         tensors = (self.pattern_of, self.row_block_ptr, self.partial_count, self.tile_columns, self.tile_bitmap, work)
-        tiles = len(self.tile_bitmap) - 3
+        tiles = len(self.tile_bitmap) - SPARE_TILES
         sizes = (self.row_blocks, patterns, *self.pattern_of.shape, batch, heads, heads_at_once, tiles)
         launch(write_work, len(self.partial_count) + 1, tensors, sizes, (), device=device)
         return work

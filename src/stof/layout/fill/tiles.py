@@ -1,6 +1,6 @@
 """The host's part of filling tile lists on the device: a kernel that counts, one wait, and kernels that write.
 
-Served are masks with a program (`stof.masks.gpu_program`) and bool tensors. Other lists are made of a `Layout`.
+The kernels serve masks with a program (`stof.masks.gpu_program`) and bool tensors. Other lists are made of a `Layout`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ class FilledTiles:
 
 
 class TileFill:
-    """Filling the tiles of one mask in one tile size. The device counts while the host continues.
-
-    Attributes:
-        rows, row_blocks: of all patterns, and of one.
+    """The tiles of one mask in one tile size, counted and written on the device. It counts while the host continues.
 
     Args:
         source: what the kernels read.
@@ -85,15 +82,14 @@ class TileFill:
     ) -> None:
         self._source, self._which, self._sizes, self._device = source, which, sizes, device
         self._block_m, self._block_n = block_m, block_n
-        self.row_blocks, self._columns = -(-lengths[0] // block_m), -(-lengths[1] // block_n)
-        self.rows = source.patterns * lengths[0]
-        self._blocks = source.patterns * self.row_blocks
+        self._row_blocks, self._columns = -(-lengths[0] // block_m), -(-lengths[1] // block_n)
+        self._blocks = source.patterns * self._row_blocks
         self._is_program = source.kind == PROGRAM
         seen_words = 0 if self._is_program else self._columns * (block_n // 32)
         zeros = 2 * self._blocks + source.patterns * (2 + seen_words) + 1
         rest = 2 * self._blocks + -(-self._blocks * self._columns // 4)
         self._state, self._mailbox, first = source.prepared(zeros, rest, _RESULTS, device)
-        numbers = (self.row_blocks, self._columns, source.patterns, first, first + source.programs.first)
+        numbers = (self._row_blocks, self._columns, source.patterns, first, first + source.programs.first)
         self._sized = (source.heads, *lengths, *numbers)
         self._seen_words = seen_words
         self._count()
@@ -153,7 +149,7 @@ class TileFill:
             pattern_of = numbers.to(device, non_blocking=True)
         filled = FilledTiles(
             pattern_of, empty(self._blocks + 1), empty(self._blocks), empty(tiles + SPARE_TILES, width),
-            empty(tiles + SPARE_TILES), empty(partial + 2, block_m, 4), tiles, self.row_blocks,
+            empty(tiles + SPARE_TILES), empty(partial + 2, block_m, 4), tiles, self._row_blocks,
         )  # fmt: skip
         source = self._source.in_bytes()
         group = WRITTEN[self._is_program]
