@@ -167,7 +167,8 @@ def test_recomputation_with_another_seed_gives_nan(same_seed: bool) -> None:
     )  # fmt: skip
     assert isinstance(out, Tensor)
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
-        assert gradient.isfinite().all() if same_seed else gradient.isnan().all()
+        # Dropout may leave none of the few weights that the last keys have.
+        assert gradient.isfinite().all() if same_seed else gradient[:, :, :50].isnan().all()
 
 
 def test_dropout_in_a_cuda_graph() -> None:

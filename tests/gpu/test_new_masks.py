@@ -16,6 +16,8 @@ from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.kernels.implementation import Gradients
 from stof.masks import Mask
 from stof.plans.kept_choices import kept_by_structure
+from stof.runtime import launch
+from stof.runtime.launch import Launch
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.gradients import assert_gradients
 
@@ -121,3 +123,21 @@ def test_bool_tensors_written_between_calls() -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         keep.copy_(boolean(random.Random(step + 1), 512))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nothing_is_compiled_after_two_masks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """Whichever tiles suit later masks, their kernels are compiled under the second one."""
+    kept_by_structure.clear()
+    q, k, v = (torch.randn(1, 8, 4096, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step(size: int) -> None:
+        torch.autograd.grad(stof.attention(*leaves, masks.sliding_window(size)).sum(), leaves)
+
+    step(300)
+    step(310)
+    monkeypatch.setattr(launch, "_launch_jit", None)
+    monkeypatch.setattr(Launch, "_launch_jit", None)
+    for size in (5, 40, 100, 1000, 2000, 4095):
+        step(size)

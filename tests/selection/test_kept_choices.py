@@ -131,12 +131,13 @@ def first_choice(one: MaskGeometry, kept: KeptChoices) -> KernelChoice:
     ranked = candidates(call, CUDA, one, load_model(DEFAULT_DEVICE))
     best = first_of(ranked, call)
     keep_choice(kept, one, ranked, best, repr(one.mask))
+    kept.compiled = True
     return best
 
 
 def served(kept: KeptChoices, mask: Mask, **options: object) -> ServingChoice | None:
     one = geometry(mask)
-    return kept_choice(kept, one, call_of(one, **options), CUDA, {}, {})
+    return kept_choice(kept, one, call_of(one, **options), CUDA, {}, {}, repr(mask))
 
 
 def test_lists_of_the_next_mask_are_filled() -> None:
@@ -152,9 +153,10 @@ def test_lists_of_the_next_mask_are_filled() -> None:
     assert serves.prepared.lists.block_n == serves.choice.layout.block_n  # type: ignore[union-attr]
 
 
-def test_masks_unlike_all_others_are_surveyed() -> None:
+def test_masks_unlike_all_others_are_surveyed_where_whole_tiles_may_be_slow() -> None:
     kept = KeptChoices()
     first_choice(geometry(masks.sliding_window(20)), kept)
+    kept.whole_tiles = False
     assert served(kept, masks.sliding_window(500)) is None
     first_choice(geometry(masks.sliding_window(500)), kept)
     for window, like in ((19, 20), (450, 500)):
@@ -175,12 +177,12 @@ def test_a_layout_that_does_not_fit_serves_if_its_lists_are_filled() -> None:
     one = geometry(masks.sliding_window(20))
     choice = first_choice(one, kept)
     errors = {choice.layout_key: "its tiles hold keys that no query sees"}
-    serves = kept_choice(kept, one, call_of(one), CUDA, {}, errors)
+    serves = kept_choice(kept, one, call_of(one), CUDA, {}, errors, "")
     assert serves is not None
     assert serves.prepared is not None
     # Lists that were filled before have been refused, too.
-    assert kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, errors) is None
-    again = kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, {})
+    assert kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, errors, "") is None
+    again = kept_choice(kept, one, call_of(one), CUDA, {serves.choice: serves.prepared}, {}, "")
     assert again is not None
     assert again.prepared is None
 
@@ -239,9 +241,9 @@ def test_tilings_of_gradients() -> None:
     def geometries(one: MaskGeometry, swap: bool) -> MaskGeometry:
         return MaskGeometry(masks.transposed(one.mask), one.kv_len, one.q_len, heads=4) if swap else one
 
-    assert kept_tiling(kept, lambda swap: geometries(ones[0], swap)) is None
+    assert kept_tiling(kept, call_of(ones[0]), lambda swap: geometries(ones[0], swap), "") is None
     keep_tiling(kept, call_of(ones[0]), lambda swap: geometries(ones[0], swap), BackwardTiling(), "first")
-    serves = kept_tiling(kept, lambda swap: geometries(ones[1], swap))
+    serves = kept_tiling(kept, call_of(ones[1]), lambda swap: geometries(ones[1], swap), "")
     assert serves is not None
     assert is_fillable_backward(serves.tiling)
     assert serves.prepared is not None

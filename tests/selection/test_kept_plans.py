@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ from stof import masks
 from stof.errors import KernelError, UnfitLayoutError
 from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.kernels.triton.backward_tiles import PreparedBackward
-from stof.masks import Mask
+from stof.layout import LayoutConfig
+from stof.masks import Mask, transposed
+from stof.masks.tensors import as_mask
 from stof.plans import backward, plan
 from stof.plans.backward import PlanGradients
+from stof.plans.filled import _Counted, is_fillable
 from stof.plans.kept_choices import kept_by_structure
 from stof.plans.plan import Plan
 from stof.selection import CallSpec, MaskGeometry, select
+from stof.selection.backward_tilings import best_tiling
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from tests.interpreter import IN_INTERPRETER
 
@@ -63,8 +68,63 @@ def test_the_second_mask_is_not_surveyed_and_has_filled_lists(monkeypatch: pytes
     choice = second.choice(CALL)
     assert choice.filled
     assert isinstance(second.prepared(choice).lists, FilledTileLists)
-    assert second.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(100)!r}"
+    assert second.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(101)!r}"
     assert second.choice(CALL) is choice
+    third = window(102)
+    choice = third.choice(CALL)
+    assert choice.filled
+    assert third.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(100)!r}"
+
+
+def test_kernels_of_all_whole_tiles_are_compiled_under_the_second_mask() -> None:
+    for size in (100, 101, 102, 400):
+        made = window(size)
+        choice = made.choice(CALL)
+        others = made.take_others()
+        assert len(others) == (size == 101)  # heads of 128 have two sizes
+        assert made.take_others() == ()
+        for other, make in others:
+            assert other.filled
+            assert choice.layout != other.layout
+            assert other.layout is not None
+            assert make().lists.block_m == other.layout.block_m
+
+
+def test_masks_unlike_all_before_are_served_by_the_best_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is that of a survey, among tiles that the GPU fills."""
+    window(100).choice(CALL)
+    for size in (5, 20, 400):
+        other = window(size)
+        ranked = other.candidates(CALL)
+        best = next(one.choice for one in ranked if one.choice is not None and is_fillable(one.choice))
+        with monkeypatch.context() as patched:
+            patched.setattr(MaskGeometry, "survey", None)
+            assert other.choice(CALL) == replace(best, filled=True)
+
+
+def test_bool_tensors_unlike_all_before_are_surveyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = torch.arange(512)
+    for size in (100, 101):
+        assert plan_of(as_mask(at[:, None] - at < size)).choice(CALL).filled == (size == 101)
+    monkeypatch.setattr(MaskGeometry, "survey", None)
+    with pytest.raises(TypeError):
+        plan_of(as_mask(torch.rand(512, 512) < 0.01)).choice(CALL)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_counted_tiles_are_those_of_a_survey(swap: bool) -> None:
+    sizes = [LayoutConfig(128, 128), LayoutConfig(64, 32), LayoutConfig(192, 128)]
+    of_batch = masks.padding([300, 512, 300]) & masks.causal()
+    of_heads = masks.per_head([masks.sliding_window(30, 5), masks.causal(), masks.causal()])
+    for mask, batch, heads in ((masks.documents([200, 12, 300]), 1, 1), (of_batch, 3, 2), (of_heads, 1, 3)):
+        geometry = MaskGeometry(transposed(mask) if swap else mask, 512, 512, batch=batch, heads=heads)
+        counted = _Counted.of(geometry, sizes, torch.device("cpu"))
+        assert counted is not None
+        expected, actual = geometry.survey(tuple(sizes), None), counted.survey(tuple(sizes), None)
+        assert (actual.mask_batch, actual.mask_heads) == (expected.mask_batch, expected.mask_heads)
+        for size in sizes:
+            assert torch.equal(actual.counts[size].partial, expected.counts[size].partial)
+            assert torch.equal(actual.counts[size].full, expected.counts[size].full)
 
 
 def test_calls_with_a_bias_do_not_read_filled_lists() -> None:
@@ -117,6 +177,22 @@ def test_gradients_of_the_second_mask_are_filled(monkeypatch: pytest.MonkeyPatch
     assert isinstance(prepared, PreparedBackward)
     assert prepared.dq.slots == prepared.dkv.slots == 0
     del first, second
+
+
+def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, of_first = gradients(100)
+    of_first.choices(CALL)
+    for size in (101, 5, 400):
+        other, of_other = gradients(size)
+        expected, _ = best_tiling(CALL, of_other._geometry, whole_tiles=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(MaskGeometry, "survey", None)
+            (_, tiling), *_ = of_other.choices(CALL)
+        assert tiling == expected
+        # Each kernel has three sizes.
+        assert len(of_other.take_others()) == 2 * (size == 101)
+        del other
+    del first
 
 
 def test_a_tiling_that_fails_is_not_tried_under_the_next_mask() -> None:

@@ -132,7 +132,7 @@ def test_tiles_are_counted_in_the_tiles_asked_for() -> None:
     small, large = LayoutConfig(64, 64), LayoutConfig(128, 128)
     geometry.survey((small,), None)
     geometry.survey((large,), "remainder 2")
-    found = geometry.own_order_survey(large)
+    found = geometry.survey((large,), None)
     assert large in found.counts
-    assert geometry.own_order_survey(large) is found
-    assert small in geometry.own_order_survey(small).counts
+    assert geometry.survey((large,), None) is found
+    assert small in geometry.survey((small,), None).counts

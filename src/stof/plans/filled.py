@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout import LayoutConfig
 from stof.layout.builders.gpu.mask_input import on_device
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
+from stof.layout.survey import MASKS_COUNTED, Survey, TileCounts
+from stof.masks.structure import DENSE
 from stof.plans.kept_choices import KeptChoices
-from stof.selection import CallSpec, Candidate, KernelChoice, MaskGeometry, failures
-from stof.selection.backward_tilings import BackwardTiling, whole_tile_tiling
+from stof.selection import CallSpec, Candidate, Geometry, KernelChoice, MaskGeometry, failures, gpu_choices, weighed
+from stof.selection.backward_tilings import BackwardTiling, best_tiling, whole_tile_tilings
 from stof.selection.gpu_choices import for_call
-from stof.selection.select import LayoutErrors
+from stof.selection.select import LayoutErrors, takes
 
 # Maximum ratio of a fillable choice's estimate to the best estimate.
 _MOST_SLOWER = 1.2
@@ -50,17 +53,19 @@ def _has_whole_tiles(layout: tuple[LayoutConfig, str | None]) -> bool:
 
 
 class ServingChoice(NamedTuple):
-    """A kept choice for another mask.
+    """A kept choice for another mask, or one of whole tiles, chosen from counts of this mask's tiles.
 
     Attributes:
         choice: the choice.
         prepared: the lists that were filled; None where layouts are built.
         mask_text: repr of the mask that it was made for.
+        others: other choices of whole tiles, whose kernels later masks will need, and what fills their lists.
     """
 
     choice: KernelChoice
     prepared: PreparedTiles | None
     mask_text: str
+    others: tuple[tuple[KernelChoice, Callable[[], PreparedTiles]], ...] = ()
 
 
 class ServingTiling(NamedTuple):
@@ -68,6 +73,7 @@ class ServingTiling(NamedTuple):
 
     tiling: BackwardTiling
     prepared: PreparedBackward | None
+    others: tuple[Callable[[], PreparedBackward], ...] = ()
 
 
 def kept_choice(
@@ -77,15 +83,22 @@ def kept_choice(
     device: torch.device,
     prepared: Mapping[KernelChoice, Any],
     layout_errors: LayoutErrors,
+    mask_text: str,
 ) -> ServingChoice | None:
-    """The kept choice that serves a mask, with filled lists if it can have them; None if the mask must be surveyed.
+    """The choice that serves a mask without a survey; None if the mask must be surveyed.
 
     Args:
         device: the plan's.
         prepared: choices with lists of this mask.
         layout_errors: choices whose layouts do not fit. Filled lists may: their tiles hold no key that no query sees.
+        mask_text: repr of this mask.
     """
     near = kept.near(geometry.statistics)
+    if kept.whole_tiles and not call.has_bias and (near is None or not kept.compiled):
+        is_new = near is None
+        counted = _counted_choice(kept, geometry, call, device, mask_text, is_new, device=geometry.device)
+        if counted is not None:
+            return counted
     if near is None:
         return None
     wide = call.widened() if near.choice.widened else None
@@ -108,12 +121,44 @@ def kept_choice(
 def _filled_tiles(geometry: MaskGeometry, choice: KernelChoice, *, device: torch.device) -> PreparedTiles | None:
     """The lists of a fillable choice; None for masks that cannot be filled."""
     assert choice.layout is not None
-    assert choice.kernel is not None
-    [counted] = _count_tiles(device, (geometry, choice.layout))
+    counted = _Counted.of(geometry, [choice.layout], device)
+    return None if counted is None else _prepared_tiles(counted, choice)
+
+
+@on_device
+def _counted_choice(
+    kept: KeptChoices, geometry: MaskGeometry, call: CallSpec, gpu: torch.device, mask_text: str, is_new: bool, *,
+    device: torch.device,
+) -> ServingChoice | None:  # fmt: skip
+    """The fillable choice with the least estimate by counts of this mask's tiles; None if there is none.
+
+    Args:
+        gpu: whose constants the estimates use.
+        mask_text: repr of the mask.
+        is_new: whether no choice is kept for masks like this one, so that this one is.
+    """
+    wide = None if takes("hopper", call) else call.widened()
+    choices = [one for one in gpu_choices(wide or call, geometry, "hopper") if is_fillable(one)]
+    counted = _Counted.of(geometry, [one.layout for one in choices if one.layout is not None], device)
     if counted is None:
         return None
-    lengths = geometry.q_len, geometry.kv_len
-    return prepare_filled(counted.write(False), lengths, choice.layout.block_n, choice.kernel)
+    ranked = weighed(choices, wide or call, gpu, counted, {})
+    usable = [replace(one.choice, widened=wide is not None) for one in ranked if one.choice and not one.refusals]
+    if not usable:
+        return None
+    if is_new:
+        kept.keep(geometry.statistics, usable[0], mask_text)
+    best, *others = usable[: 1 if kept.compiled else None]
+    kept.compiled = True
+    lists = _prepared_tiles(counted, best)
+    makers = tuple((replace(one, filled=True), partial(_prepared_tiles, counted, one)) for one in others)
+    return ServingChoice(replace(best, filled=True), lists, mask_text, makers)
+
+
+def _prepared_tiles(counted: _Counted, choice: KernelChoice) -> PreparedTiles:
+    assert choice.layout is not None
+    assert choice.kernel is not None
+    return prepare_filled(counted.write(choice.layout, False), counted.lengths, choice.layout.block_n, choice.kernel)
 
 
 def keep_choice(
@@ -128,12 +173,24 @@ def keep_choice(
     if (times[choice] or 0.0) > _MOST_SLOWER * best_us:
         choice = best
     kept.keep(geometry.statistics, choice, mask_text)
+    kept.whole_tiles = is_fillable(choice) and _is_regular(geometry)
 
 
-def kept_tiling(kept: KeptChoices, geometry_of: Callable[[bool], MaskGeometry]) -> ServingTiling | None:
+def _is_regular(geometry: MaskGeometry) -> bool:
+    """Whether masks of this structure suit whole tiles if one of them does: bool tensors may be anything."""
+    return geometry.outline is not None and geometry.outline.structure != DENSE
+
+
+def kept_tiling(
+    kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str
+) -> ServingTiling | None:
     """As `kept_choice`, for gradients."""
     geometry, transposed = geometry_of(False), geometry_of(True)
     near = kept.near(geometry.statistics)
+    if kept.whole_tiles and (near is None or not kept.compiled):
+        counted = _counted_tiling(kept, call, geometry_of, mask_text, near is None, device=geometry.device)
+        if counted is not None:
+            return counted
     if near is None:
         return None
     tiling: BackwardTiling = near.choice
@@ -149,17 +206,52 @@ def _filled_gradients(
     geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, device: torch.device
 ) -> PreparedBackward | None:
     """The lists of a fillable tiling; None for masks that cannot be filled."""
-    assert tiling.dq_layout is not None
-    assert tiling.dkv_layout is not None
-    assert tiling.dq is not None
-    assert tiling.dkv is not None
-    geometry, transposed = geometry_of(False), geometry_of(True)
-    dq, dkv = _count_tiles(device, (geometry, tiling.dq_layout[0]), (transposed, tiling.dkv_layout[0]))
-    if dq is None or dkv is None:
+    counted = _counted_gradients(geometry_of, [tiling], device)
+    return None if counted is None else _prepared_gradients(counted, tiling)
+
+
+@on_device
+def _counted_tiling(
+    kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str, is_new: bool, *,
+    device: torch.device,
+) -> ServingTiling | None:  # fmt: skip
+    """As `_counted_choice`, for gradients."""
+    counted = _counted_gradients(geometry_of, whole_tile_tilings(call), device)
+    if counted is None:
         return None
+    best, _ = best_tiling(call, counted.__getitem__, whole_tiles=True)
+    if is_new:
+        kept.keep(geometry_of(False).statistics, best, mask_text)
+    wanted = [best] if kept.compiled else whole_tile_tilings(call, best)
+    kept.compiled = True
+    prepare, *others = (partial(_prepared_gradients, counted, one) for one in wanted)
+    return ServingTiling(best, prepare(), tuple(others))
+
+
+def _counted_gradients(
+    geometry_of: Callable[[bool], MaskGeometry], tilings: list[BackwardTiling], device: torch.device
+) -> dict[bool, _Counted] | None:
+    """The tiles of a mask, and of its transpose, in all sizes of some fillable tilings."""
+    wanted = {
+        False: [one.dq_layout[0] for one in tilings if one.dq_layout],
+        True: [one.dkv_layout[0] for one in tilings if one.dkv_layout],
+    }
+    started = {swap: _start(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
+    counted = {swap: _Counted.wait_for(geometry_of(swap), fills) for swap, fills in started.items()}
+    of_mask, of_transpose = counted[False], counted[True]
+    return None if of_mask is None or of_transpose is None else {False: of_mask, True: of_transpose}
+
+
+def _prepared_gradients(counted: dict[bool, _Counted], tiling: BackwardTiling) -> PreparedBackward:
+    dq, dkv, dq_layout, dkv_layout = tiling.dq, tiling.dkv, tiling.dq_layout, tiling.dkv_layout
+    assert dq is not None
+    assert dkv is not None
+    assert dq_layout is not None
+    assert dkv_layout is not None
+    of_mask, of_transpose = counted[False], counted[True]
     return PreparedBackward(
-        filled_backward_tiles(dq.write(True), geometry.q_len), tiling.dq,
-        filled_backward_tiles(dkv.write(True), transposed.q_len), tiling.dkv,
+        filled_backward_tiles(of_mask.write(dq_layout[0], True), of_mask.lengths[0]), dq,
+        filled_backward_tiles(of_transpose.write(dkv_layout[0], True), of_transpose.lengths[0]), dkv,
     )  # fmt: skip
 
 
@@ -167,30 +259,54 @@ def keep_tiling(
     kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], best: BackwardTiling, mask_text: str
 ) -> None:
     """As `keep_choice`, for gradients."""
-    whole, slower = whole_tile_tiling(call, geometry_of)
-    kept.keep(geometry_of(False).statistics, whole if slower <= _MOST_SLOWER else best, mask_text)
+    geometry = geometry_of(False)
+    (whole, whole_us), (_, best_us) = (best_tiling(call, geometry_of, whole_tiles) for whole_tiles in (True, False))
+    is_whole = whole_us <= _MOST_SLOWER * best_us
+    kept.keep(geometry.statistics, whole if is_whole else best, mask_text)
+    kept.whole_tiles = is_whole and _is_regular(geometry)
 
 
-class CountedTiles(NamedTuple):
-    """Tiles of a mask that were counted but not written."""
-
-    fill: TileFill
-    tiles: int
-    partial: int
-
-    def write(self, every_column: bool) -> FilledTiles:
-        """Write the lists; see `TileFill.write`."""
-        return self.fill.write(self.tiles, self.partial, every_column)
+_Fills = dict[LayoutConfig, "TileFill | None"]
 
 
-def _count_tiles(device: torch.device, *counted: tuple[MaskGeometry, LayoutConfig]) -> list[CountedTiles | None]:
-    """Count the tiles of masks, all before the host waits for any; None for masks that cannot be filled."""
-    fills = [
-        start_fill(of.mask, of.q_len, of.kv_len, of.dims, of.which, config.block_m, config.block_n, device)
-        for of, config in counted
-    ]
-    counts = [None if fill is None else fill.counts() for fill in fills]
-    return [
-        None if fill is None or count is None else CountedTiles(fill, *count)
-        for fill, count in zip(fills, counts, strict=True)
-    ]
+def _start(of: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Fills:
+    """Begin to count the tiles of a mask in several sizes."""
+    return {
+        one: start_fill(of.mask, of.q_len, of.kv_len, of.dims, of.which, one.block_m, one.block_n, device)
+        for one in layouts
+    }
+
+
+class _Counted(Geometry):
+    """Tiles of one mask in several sizes, counted on the device but not written."""
+
+    def __init__(self, geometry: MaskGeometry, fills: dict[LayoutConfig, tuple[TileFill, int, int]]) -> None:
+        self.device, self.lengths = geometry.device, (geometry.q_len, geometry.kv_len)
+        self._dims, self._which, self._fills = geometry.dims, geometry.which, fills
+
+    @staticmethod
+    def of(geometry: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Counted | None:
+        """Count and wait; None for masks that cannot be filled."""
+        return _Counted.wait_for(geometry, _start(geometry, layouts, device))
+
+    @staticmethod
+    def wait_for(geometry: MaskGeometry, fills: _Fills) -> _Counted | None:
+        """The counts of what `_start` began."""
+        counts = {layout: (fill, fill.counts()) for layout, fill in fills.items() if fill is not None}
+        known = {layout: (fill, *count) for layout, (fill, count) in counts.items() if count is not None}
+        return _Counted(geometry, known) if len(known) == len(fills) else None
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        """Tiles of the first masks, as `layout.survey` counts them; the keys of rows are not known."""
+        assert row_order is None
+        of_masks = self._which[:MASKS_COUNTED]
+        counts = {}
+        for layout in geometries:
+            partial, full = self._fills[layout][0].of_row_blocks()[:, of_masks].long()
+            counts[layout] = TileCounts(partial, full)
+        return Survey(counts, torch.empty((0, self.lengths[0]), device="cpu"), *self._dims)
+
+    def write(self, layout: LayoutConfig, every_column: bool) -> FilledTiles:
+        """Write the lists of one size; see `TileFill.write`."""
+        fill, tiles, partial = self._fills[layout]
+        return fill.write(tiles, partial, every_column)

@@ -39,10 +39,16 @@ class Kept(NamedTuple):
 
 
 class KeptChoices:
-    """Choices of one structure for one kind of call, by the statistics of the masks that they were made for."""
+    """Choices of one structure for one kind of call, by the statistics of the masks that they were made for.
+
+    Attributes:
+        whole_tiles: whether masks unlike all of those are served by whole tiles, whose lists the GPU fills.
+        compiled: whether the kernels for all sizes of whole tiles are compiled.
+    """
 
     def __init__(self) -> None:
         self._by_statistics: dict[Statistics, Kept] = {}
+        self.whole_tiles = self.compiled = False
 
     def near(self, statistics: Statistics) -> Kept | None:
         """Return the choice made for the mask that is most alike, None if none was alike enough."""
@@ -57,7 +63,9 @@ class KeptChoices:
 
     def drop(self, choice: Any) -> None:
         """Forget a choice that failed."""
-        self._by_statistics = {at: kept for at, kept in self._by_statistics.items() if kept.choice != choice}
+        left = {at: kept for at, kept in self._by_statistics.items() if kept.choice != choice}
+        self.whole_tiles = self.whole_tiles and len(left) == len(self._by_statistics)
+        self._by_statistics = left
 
 
 def _distance(one: Statistics, other: Statistics) -> float:

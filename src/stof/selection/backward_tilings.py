@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from stof.kernels.common import parts_of
 from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
-from stof.layout.survey import TileCounts
+from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
 from stof.selection.device_model import DEFAULT_DEVICE, BackwardTimes, DeviceModel, load_model
 from stof.selection.mask_geometry import MaskGeometry
@@ -40,6 +41,15 @@ class BackwardTiling:
     dkv_layout: tuple[LayoutConfig, str | None] | None = None
     dq: KernelConfig | None = None
     dkv: KernelConfig | None = None
+
+
+class WeighedGeometry(Protocol):
+    """What tile sizes are weighed by: a `MaskGeometry`, or tiles that were counted."""
+
+    device: torch.device
+    row_orders: tuple[str, ...]
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey: ...
 
 
 @dataclass(frozen=True)
@@ -123,20 +133,44 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
     )
 
 
-def whole_tile_tiling(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, float]:
-    """The best of `triton_tilings` with contiguous columns, rows in order and no row block split.
+def best_tiling(
+    call: CallSpec, geometry_of: Callable[[bool], WeighedGeometry], whole_tiles: bool
+) -> tuple[BackwardTiling, float]:
+    """The first of `triton_tilings`, or of those with contiguous columns, rows in order and no row block split.
 
     Returns:
-        The tiling, and its estimated time as a multiple of that of the best of all.
+        The tiling, and its estimated time in microseconds.
     """
-    kernels = [(kernel, call, geometry_of(swap)) for kernel, swap in (("dq", False), ("dkv", True))]
-    best, whole = (
-        [min(_best_variants(*one, whole_tiles=only), key=lambda variant: variant.us) for one in kernels]
-        for only in (False, True)
+    dq, dkv = (
+        min(_best_variants(kernel, call, geometry_of(swap), whole_tiles), key=lambda variant: variant.us)
+        for kernel, swap in (("dq", False), ("dkv", True))
     )
-    ratio = sum(one.us for one in whole) / sum(one.us for one in best)
-    dq, dkv = whole
-    return BackwardTiling(dq.layout, dkv.layout, dq.kernel, dkv.kernel), ratio
+    return BackwardTiling(dq.layout, dkv.layout, dq.kernel, dkv.kernel), dq.us + dkv.us
+
+
+def whole_tile_tilings(call: CallSpec, first: BackwardTiling | None = None) -> list[BackwardTiling]:
+    """Tilings in which each kernel has each of its tile sizes, in whole tiles as `best_tiling` describes them.
+
+    Args:
+        first: one whose sizes come first, so that it is the first tiling.
+    """
+
+    def sizes(kernel: str, first: tuple[LayoutConfig, str | None] | None) -> list[_Size]:
+        every = [
+            _Size((LayoutConfig(tile.rows, tile.columns), None), KernelConfig(tile.num_warps, tile.num_stages))
+            for tile in tiles_of(kernel, call)
+        ]
+        return sorted(every, key=lambda size: size.layout != first)
+
+    layouts = (None, None) if first is None else (first.dq_layout, first.dkv_layout)
+    dq, dkv = sizes("dq", layouts[0]), sizes("dkv", layouts[1])
+    pairs = ((dq[n % len(dq)], dkv[n % len(dkv)]) for n in range(max(len(dq), len(dkv))))
+    return [BackwardTiling(one.layout, other.layout, one.kernel, other.kernel) for one, other in pairs]
+
+
+class _Size(NamedTuple):
+    layout: tuple[LayoutConfig, None]
+    kernel: KernelConfig
 
 
 @dataclass(frozen=True)
@@ -146,7 +180,9 @@ class _Estimate:
     us: float
 
 
-def _best_variants(kernel: str, call: CallSpec, geometry: MaskGeometry, whole_tiles: bool = False) -> list[_Estimate]:
+def _best_variants(
+    kernel: str, call: CallSpec, geometry: WeighedGeometry, whole_tiles: bool = False
+) -> list[_Estimate]:
     """For each tile size the variant with the lowest estimate: contiguous or gathered columns, row order, splits.
 
     With `whole_tiles`, columns are contiguous, rows in order and row blocks in one piece.
@@ -157,13 +193,13 @@ def _best_variants(kernel: str, call: CallSpec, geometry: MaskGeometry, whole_ti
 
     def variants(tile: BackwardTile) -> Iterator[_Estimate]:
         times = model.backward[tile.key(kernel, call)]
-        orders: list[tuple[str | None, tuple[int | None, ...]]] = [(None, (None, 1))]
+        orders: list[tuple[str | None, tuple[int | None, ...]]] = [(None, (None,))]
         if not whole_tiles:
-            orders += [(name, (1,)) for name in geometry.row_orders]
+            orders = [(None, (None, 1)), *((name, (1,)) for name in geometry.row_orders)]
         for order, slabs in orders:
             every = tuple(LayoutConfig(one.rows, one.columns, slab) for one in tiles for slab in slabs)
             counted = geometry.survey(every, order).counts
-            for slab in (None,) if whole_tiles else slabs:
+            for slab in slabs:
                 layout = LayoutConfig(tile.rows, tile.columns, slab)
                 counts = counted[layout]
                 longest = max(1, int((counts.partial + counts.full).max()))

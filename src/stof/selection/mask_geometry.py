@@ -121,6 +121,9 @@ class MaskGeometry(Geometry):
         key = (geometries, row_order)
         counts = self._surveys.get(key)
         if counts is None:
+            known = (counts for (_, order), counts in self._surveys.items() if order == row_order)
+            counts = next((one for one in known if one.counts.keys() >= set(geometries)), None)
+        if counts is None:
             counts = self._surveys[key] = self._by(survey, geometries, row_order)
         return counts
 
@@ -131,11 +134,6 @@ class MaskGeometry(Geometry):
         b, h, keys = (torch.arange(n, device=place) for n in (mask_batch, mask_heads, self.kv_len))
         index = Index.make(rows.to(place), keys, q_len=self.q_len, kv_len=self.kv_len, b=b, h=h)
         return mask.evaluate(index).expand(mask_batch, mask_heads, len(rows), self.kv_len)
-
-    def own_order_survey(self, geometry: LayoutConfig) -> Survey:
-        """Tile counts of one geometry in the rows' own order, from a survey made before where one has it."""
-        known = (counts for (counted, order), counts in self._surveys.items() if order is None and geometry in counted)
-        return next(known, None) or self.survey((geometry,), None)
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""

@@ -60,7 +60,7 @@ def better_token_order(
         best, best_now = (candidates(call, device, each, model)[0] for each in (moved, geometry))
         tiles = None if best.choice is None else best.choice.layout
         if tiles is not None and best.estimate_us is not None and best_now.estimate_us is not None:
-            counted = [each.own_order_survey(tiles) for each in (moved, geometry)]
+            counted = [each.survey((tiles,), None) for each in (moved, geometry)]
             scores, scores_now = (each.scores_of(tiles) // len(each.kept) for each in counted)
             orders.append(TokenOrder(text, tiles, scores, scores_now, best.estimate_us, best_now.estimate_us))
     helpful = [one for one in orders if one.helps]

@@ -126,6 +126,10 @@ class TileFill:
         too_many = (partial + 2) * self._block_m * 4 >= MOST_WORDS or tiles * self._block_n >= _MOST_COLUMNS
         return None if later_seen or too_many else (tiles, partial)
 
+    def of_row_blocks(self) -> Tensor:
+        """Partial and full tiles of every row block, int32 `[2, P, R]` on the CPU; waits for the device."""
+        return self._state[: 2 * self._blocks].cpu().view(2, self._source.patterns, self._row_blocks)
+
     def write(self, tiles: int, partial: int, every_column: bool) -> FilledTiles:
         """Write the lists.
 
