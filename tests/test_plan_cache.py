@@ -342,3 +342,16 @@ def test_hits_check_lengths(lengths: tuple[Any, Any]) -> None:
     stof.plan(masks.causal(), 1, 64)
     with pytest.raises(ShapeError, match="is an int"):
         stof.plan(masks.causal(), *lengths)
+
+
+def test_few_plans_with_filled_lists_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(100, 2**20, monkeypatch)
+    others = [stof.plan(masks.sliding_window(n, 1), 64) for n in range(5)]
+    for n in range(30):
+        stof.plan(masks.sliding_window(n), 64).is_filled = True
+    assert len(cache._plans) == 5 + 17  # the latest was not known to be filled when it was stored
+    assert all(stof.plan(masks.sliding_window(n, 1), 64) is one for n, one in enumerate(others))
+    newest = stof.plan(masks.sliding_window(29), 64)
+    assert stof.plan(masks.sliding_window(29), 64) is newest
+    assert cache.info().bytes == sum(plan.bytes() for plan in cache._plans.values())
+    assert not cache._grown

@@ -41,6 +41,11 @@ class Recorded:
         self.made.append(one)
         return one
 
+    def with_tensors(self, tensors: tuple[Any, ...]) -> Recorded:
+        """As `Launch.with_tensors`; nothing is launched with them."""
+        del tensors
+        return self
+
     def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         windows = self.options.get("windows", ())
         self.tensors, self.maps = tensors, tuple(w and w.at(base) for w, base in zip(windows, bases, strict=True))

@@ -17,6 +17,8 @@ from stof.runtime.locks import ForkSafeLock
 
 # Calls by which plans are found; a plan serves calls of many batch sizes.
 _MOST_CALLS = 1024
+# Plans that are small and cheap to make again, because a GPU fills their lists: they are measured by `info` alone.
+_MOST_FILLED = 16
 
 
 def plan_key(
@@ -44,7 +46,7 @@ class PlanCache:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._keys: dict[Hashable, Hashable] = {}  # of plans, by call; cleared when a plan is dropped
+        self._keys: dict[Hashable, Hashable] = {}  # of plans, by call
         self._sizes: dict[Hashable, int] = {}  # bytes of plans, as last measured
         self._grown: set[Hashable] = set()  # keys of plans that grew since
         self._lock = ForkSafeLock()
@@ -78,25 +80,32 @@ class PlanCache:
             plan.when_grown = partial(self._grown.add, key)
             plan.when_grown()
             while len(self._plans) > self._max_entries:
-                self._drop_oldest()
-        self._measure()
+                self._drop(next(iter(self._plans)))
+            filled = [key for key, one in self._plans.items() if one.is_filled]
+            for key in filled[: max(0, len(filled) - _MOST_FILLED)]:
+                self._drop(key)
+        self._measure(also_filled=False)
         with self._lock:
             while sum(self._sizes.values()) > self._max_bytes and len(self._plans) > 1:
-                self._drop_oldest()
+                self._drop(next(iter(self._plans)))
 
-    def _drop_oldest(self) -> None:
-        self._sizes.pop(next(iter(self._plans)), None)
-        self._plans.popitem(last=False)
-        self._keys.clear()
+    def _drop(self, key: Hashable) -> None:
+        del self._plans[key]
+        self._sizes.pop(key, None)
+        self._grown.discard(key)
+        self._keys = {call: found for call, found in self._keys.items() if found != key}
 
-    def _measure(self) -> None:
+    def _measure(self, also_filled: bool = True) -> None:
         """Measure the plans that grew, when another implementation prepared them, say; not under the lock."""
-        grown: list[tuple[Hashable, Plan]] = []
         with self._lock:
-            while self._grown:
-                key = self._grown.pop()  # another thread may add one at any time
-                if key in self._plans:
-                    grown.append((key, self._plans[key]))
+            # Another thread may add a key at any time.
+            keys = [
+                key
+                for key in tuple(self._grown)
+                if also_filled or key not in self._plans or not self._plans[key].is_filled
+            ]
+            self._grown.difference_update(keys)
+            grown = [(key, self._plans[key]) for key in keys if key in self._plans]
         for key, plan in grown:
             size = plan.bytes()
             with self._lock:

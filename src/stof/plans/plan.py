@@ -23,6 +23,7 @@ from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
+from stof.masks.structure import DENSE
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.filled import keep_choice, kept_choice
@@ -110,6 +111,7 @@ class Plan(Numbered):
 
     is_dynamic = False  # whether the mask is replaced in every step
     updates = 0  # how often the mask was replaced
+    is_filled = False  # whether a GPU filled its lists from a program: it is small, and cheap to make again
     when_grown: Callable[[], object] | None = None  # called when `bytes` has become more
 
     def __init__(
@@ -279,6 +281,7 @@ class Plan(Numbered):
             if serves is not None and serves.choice not in self._rejected:
                 if serves.prepared is not None:
                     self._prepared[replace(serves.choice, widened=False)] = serves.prepared
+                    self.is_filled = geometry.outline is not None and geometry.outline.structure != DENSE
                     self.note_growth()
                 self._others = serves.others
                 self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"

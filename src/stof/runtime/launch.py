@@ -6,6 +6,7 @@ through it and 15 us without (`python -m benchmarks launch`, the host of an H200
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -88,16 +89,21 @@ class Launch:
         use_pdl: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self._held = [t for group in tensors for t in (group if isinstance(group, tuple) else (group,))]
+        self._hold(tensors)
         self.kernel, self.grid, self.device = kernel, grid, device or self._held[0].device
         self.windows = windows
-        self.tensors = tensors
         self.rest = (*numbers, *constants)
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         if max_registers:
             self.options["maxnreg"] = max_registers
         if use_pdl:
             self.options["launch_pdl"] = True
+        self._keys: list[tuple[Any, ...]] = []  # that of `_compiled_for`, once a call has shown it
+
+    def _hold(self, tensors: tuple[Tensor | tuple[Tensor, ...], ...]) -> None:
+        """Take the tensors that are the same in every call."""
+        self.tensors = tensors
+        self._held = [t for group in tensors for t in (group if isinstance(group, tuple) else (group,))]
         self._pointers = tuple(
             [tuple([t.data_ptr() for t in x]) if isinstance(x, tuple) else x.data_ptr() for x in tensors]
         )
@@ -106,6 +112,12 @@ class Launch:
         self._launcher: Launcher | None = None
         self._encoded: _EncodedMaps | None = None
         self._streams: set[int] = set()
+
+    def with_tensors(self, tensors: tuple[Tensor | tuple[Tensor, ...], ...]) -> Launch:
+        """The same launch with other fixed tensors, of equal dtypes, on the same device."""
+        other = copy.copy(self)
+        other._hold(tensors)
+        return other
 
     def __call__(self, *tensors: Tensor, bases: tuple[Tensor, ...] = ()) -> None:
         """Run the kernel. Shapes, strides and dtypes must be the same in every call.
@@ -122,7 +134,9 @@ class Launch:
             self._launch_jit(tensors, bases)
             return
         if launcher is None:
-            key = self._compiled_for(tensors, bases)
+            if not self._keys:
+                self._keys.append(self._compiled_for(tensors, bases))
+            key = self._keys[0]
             shared = _shared.get(key)
             if shared is None or not self._static_aligned:
                 self._launch_jit(tensors, bases)

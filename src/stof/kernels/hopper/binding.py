@@ -81,9 +81,9 @@ class DeviceWork:
     width: int
 
     @staticmethod
-    def of(lists: TileLists, q: Tensor, heads_at_once: int, blocks: int, width: int) -> DeviceWork:
-        """The work of queries `[B, H, Sq, D]` for so many thread blocks; `heads_at_once` is `KernelConfig.side`."""
-        batch, heads = q.shape[:2]
+    def of(lists: TileLists, like_lse: Tensor, heads_at_once: int, blocks: int, width: int) -> DeviceWork:
+        """The work of `[B, H, Sq]` rows for so many thread blocks; `heads_at_once` is `KernelConfig.side`."""
+        batch, heads = like_lse.shape[:2]
         pairs = batch * heads
         if isinstance(lists, FilledTileLists):
             count = pairs * lists.row_blocks
@@ -92,7 +92,7 @@ class DeviceWork:
         work = work_list(lists, batch, heads, blocks, min(heads_at_once or pairs, pairs))
         slots = 0 if lists.paired else chunk_slots(work)
         count = len(work) - 1
-        return DeviceWork(work.to(q.device), count, count > blocks, slots * (lists.block_m // ROWS), width)
+        return DeviceWork(work.to(like_lse.device), count, count > blocks, slots * (lists.block_m // ROWS), width)
 
     def memory(self, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Memory for partial outputs, float32, their maxima and sums, and counters of work tiles and chunks.

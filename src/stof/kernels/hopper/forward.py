@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     lists, config = prepared.lists, prepared.config
     scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     device = q.device
+    key = _key_under_any_mask(q, k, v, prepared, options)
+    if key in _under_any_mask:
+        return _under_any_mask[key](prepared)
     _, heads, q_len, head_dim = q.shape
     width = padded_width(head_dim)
     stages = q_stages(lists.block_m, width, bias is not None, bool(lists.paired))
@@ -89,7 +93,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     groups = lists.block_m // ROWS
     processors = multiprocessors(device)
     blocks = blocks_per_sm(lists.block_m, lists.block_n, width) * processors
-    work = DeviceWork.of(lists, q, config.side, blocks, width)
+    lse_like = like_lse(q)
+    work = DeviceWork.of(lists, lse_like, config.side, blocks, width)
     has_score_mod = softcap > 0 or scale <= 0 or bias is not None
     if lists.paired and has_score_mod:
         raise UnfitLayoutError("pairs of row blocks take scores as they are, times a positive scale")
@@ -134,32 +139,62 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
-    lse_like = like_lse(q)
-    moved = moving_call(bind, prepared, options, device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        result = out = torch.empty_like(q)
-        if copy_out:
-            out = torch.empty_like(result, memory_format=torch.contiguous_format)
-        if copy_any:
-            q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
-        if bias is not None:
-            bias = copy_for_tma(bias) if copy_bias else unbroadcast(bias)
-            if bias.data_ptr() % 16:
-                bias = _moved(bias)
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
-            out, lse = moved(q, k, v, bias, sinks)
-            return result.copy_(out), lse
-        lse = torch.empty_like(lse_like)
-        chunk_out, chunk_ml, counters = work.memory(lse)
-        k_slabs, v_slabs = (k, v) if compacted is None else compacted(k, v)
-        if refresh is not None:
-            refresh()
-        bases = (q, k, v, k_slabs, v_slabs, out, q if bias is None else bias)
-        ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, bases=bases)
-        return (result.copy_(out) if copy_out else result), lse
+    def bound(prepared: PreparedTiles, work: DeviceWork, ready: Launch) -> BoundCall:
+        moved = moving_call(bind, prepared, options.scalars, device)
 
-    return call
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+            result = out = torch.empty_like(q)
+            if copy_out:
+                out = torch.empty_like(result, memory_format=torch.contiguous_format)
+            if copy_any:
+                q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), copied, strict=True))
+            if bias is not None:
+                bias = copy_for_tma(bias) if copy_bias else unbroadcast(bias)
+                if bias.data_ptr() % 16:
+                    bias = _moved(bias)
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:  # what TMA asks of an address
+                out, lse = moved(q, k, v, bias, sinks)
+                return result.copy_(out), lse
+            lse = torch.empty_like(lse_like)
+            chunk_out, chunk_ml, counters = work.memory(lse)
+            k_slabs, v_slabs = (k, v) if compacted is None else compacted(k, v)
+            if refresh is not None:
+                refresh()
+            bases = (q, k, v, k_slabs, v_slabs, out, q if bias is None else bias)
+            ready(lse, q if sinks is None else sinks, chunk_out, chunk_ml, counters, bases=bases)
+            return (result.copy_(out) if copy_out else result), lse
+
+        return call
+
+    if key is not None:
+        bare = ready.with_tensors(())  # without the lists of this mask
+
+        def under(prepared: PreparedTiles) -> BoundCall:
+            lists = prepared.lists
+            work = DeviceWork.of(lists, lse_like, config.side, blocks, width)
+            tensors = (work.work_list, lists.tile_columns, lists.tile_bitmap, lists.bitmaps, work.work_list)
+            return bound(prepared, work, bare.with_tensors(tensors))
+
+        if len(_under_any_mask) >= _MOST_BOUND:
+            _under_any_mask.clear()
+        _under_any_mask[key] = under
+    return bound(prepared, work, ready)
+
+
+# What binds a call to filled lists, by everything but the lists: they differ in tensors alone from mask to mask.
+_under_any_mask: dict[Hashable, Callable[[PreparedTiles], BoundCall]] = {}
+_MOST_BOUND = 256
+
+
+def _key_under_any_mask(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> Hashable:
+    """Calls with equal keys differ in the tensors of their lists alone; None where a call is bound by itself."""
+    lists, sinks = prepared.lists, options.sinks
+    if not isinstance(lists, FilledTileLists) or options.bias is not None:
+        return None
+    tensors = [(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    sizes = lists.block_m, lists.block_n, lists.row_blocks, lists.pattern_of.shape
+    return *tensors, q.device, prepared.config, sizes, options.scale, options.softcap, sinks is not None and sinks.dtype
 
 
 class _CompactedColumns:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,11 +60,17 @@ def bind_backward(
     _check(q, k, prepared)
     if not all(rows_fit(x, row_unit(x)) for x in (q, k, v, d_out)):
         return _with_copies(prepared, options, needs)
-    of_rows = _bind_row_stats(out, d_out, d_lse, options)
-    of_q = _bind_dq(q, k, v, d_out, prepared, options) if needs.q else None
-    of_kv = _bind_dkv(q, k, v, d_out, prepared, options) if needs.kv else None
-    by_key = needs.bias and options.bias is not None and options.bias.shape[3] > 1
-    of_bias = _bind_d_bias(q, k, v, d_out, prepared, options) if by_key else None
+    key = _key_under_any_mask(q, k, v, out, d_out, d_lse, prepared, options, needs)
+    kernels = _under_any_mask.get(key)
+    if kernels is None:
+        kernels = _Kernels.of(q, k, v, out, d_out, d_lse, prepared, options, needs)
+        if key is not None:
+            if len(_under_any_mask) >= _MOST_BOUND:
+                _under_any_mask.clear()
+            _under_any_mask[key] = kernels.under(None)
+    else:
+        kernels = kernels.under(prepared)
+    of_rows, of_q, of_kv, of_bias = kernels
     copied = _with_copies(prepared, options, needs)
 
     def call(
@@ -94,6 +101,58 @@ def bind_backward(
         return Gradients(dq, dk, dv, d_bias, d_sinks)
 
     return call
+
+
+class _Kernels(NamedTuple):
+    """The kernels of a backward call, bound to its tensors' shapes and to tiles; None for gradients not asked for."""
+
+    of_rows: Callable[..., Tensor]
+    of_q: _QueryGradient | None
+    of_kv: _KeyGradients | None
+    of_bias: Callable[..., Tensor] | None
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        prepared: PreparedBackward, options: Options, needs: NeedsGrad,
+    ) -> _Kernels:  # fmt: skip
+        by_key = needs.bias and options.bias is not None and options.bias.shape[3] > 1
+        return _Kernels(
+            _bind_row_stats(out, d_out, d_lse, options),
+            _QueryGradient(q, k, v, d_out, prepared, options) if needs.q else None,
+            _KeyGradients(q, k, v, d_out, prepared, options) if needs.kv else None,
+            _bind_d_bias(q, k, v, d_out, prepared, options) if by_key else None,
+        )
+
+    def under(self, prepared: PreparedBackward | None) -> _Kernels:
+        """The same kernels with tiles of another mask, or without any; neither has row blocks that are split."""
+        dq, dkv = (None, None) if prepared is None else (prepared.dq, prepared.dkv)
+        return self._replace(of_q=self.of_q and self.of_q.under(dq), of_kv=self.of_kv and self.of_kv.under(dkv))
+
+
+# What binds a backward call, by everything but the tensors of its tiles: many masks differ in those alone.
+_under_any_mask: dict[Hashable, _Kernels] = {}
+_MOST_BOUND = 256
+
+
+def _key_under_any_mask(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor | None,
+    prepared: PreparedBackward, options: Options, needs: NeedsGrad,
+) -> Hashable:  # fmt: skip
+    """Calls with equal keys differ in the tensors of their tiles alone; None where a call is bound by itself."""
+    if prepared.dq.slots or prepared.dkv.slots or options.bias is not None:
+        return None
+    tensors = [
+        None if x is None else (x.shape, x.stride(), x.dtype) for x in (q, k, v, out, d_out, d_lse, options.sinks)
+    ]
+    tiles = [
+        (
+            *(one.pattern_of.shape, one.pattern_of.stride(), one.rows, one.block_m, one.block_n, len(one.row_order)),
+            *(one.has_partial, one.has_full, one.full_contiguous, one.has_nan),
+        )
+        for one in (prepared.dq, prepared.dkv)
+    ]
+    return *tensors, *tiles, q.device, prepared.dq_config, prepared.dkv_config, options.scalars, needs
 
 
 def _check(q: Tensor, k: Tensor, prepared: PreparedBackward) -> None:
@@ -195,61 +254,76 @@ def _common(
     return problem, (tiles.row_blocks, q.shape[:3].numel()), choices
 
 
-def _bind_dq(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
-) -> Callable[..., Tensor]:
+class _QueryGradient:
     """`call(q, k, v, d_out, stats, bias, seed) -> dq`."""
-    tiles, config = prepared.dq, prepared.dq_config
-    dq = empty_gradient(q)
-    problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dq)
-    schedule = Schedule.of(config, q.shape[0], q.shape[1], len(tiles.items), tiles.slots)
-    launch = kernel_launch(
-        dq_kernel, schedule.programs, (_TileLists.of(tiles),),
-        (problem, schedule, *sizes, options.scale, Strides(*dq.stride()[:3])), (choices,), config, q.device,
-    )  # fmt: skip
-    merge = _bind_merge(tiles, dq, choices, choices.block_d, options.scale)
-    chunks = schedule.groups * tiles.slots * choices.block_m * choices.block_d
 
-    def call(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    ) -> None:
+        tiles, config = prepared.dq, prepared.dq_config
         dq = empty_gradient(q)
-        chunk = stats.new_empty(chunks) if chunks else stats
-        launch(q, k, v, d_out, stats, bias, seed, dq, chunk)
-        merge(dq, chunk)
+        problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dq)
+        schedule = Schedule.of(config, q.shape[0], q.shape[1], len(tiles.items), tiles.slots)
+        self.launch = kernel_launch(
+            dq_kernel, schedule.programs, (_TileLists.of(tiles),),
+            (problem, schedule, *sizes, options.scale, Strides(*dq.stride()[:3])), (choices,), config, q.device,
+        )  # fmt: skip
+        self.merge = _bind_merge(tiles, dq, choices, choices.block_d, options.scale)
+        self.chunks = schedule.groups * tiles.slots * choices.block_m * choices.block_d
+
+    def under(self, tiles: BackwardTiles | None) -> _QueryGradient:
+        """As `_Kernels.under`."""
+        other = copy.copy(self)
+        other.launch = self.launch.with_tensors(() if tiles is None else (_TileLists.of(tiles),))
+        return other
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor
+    ) -> Tensor:
+        dq = empty_gradient(q)
+        chunk = stats.new_empty(self.chunks) if self.chunks else stats
+        self.launch(q, k, v, d_out, stats, bias, seed, dq, chunk)
+        self.merge(dq, chunk)
         return dq
 
-    return call
 
-
-def _bind_dkv(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
-) -> Callable[..., tuple[Tensor, Tensor]]:
+class _KeyGradients:
     """`call(q, k, v, d_out, stats, bias, seed) -> (dk, dv)`."""
-    tiles, config = prepared.dkv, prepared.dkv_config
-    dk, dv = empty_gradient(k), empty_gradient(v)
-    problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dk, dv)
-    schedule = Schedule.of(config, k.shape[0], k.shape[1], len(tiles.items), tiles.slots)
-    strides = Strides(*dk.stride()[:3]), Strides(*dv.stride()[:3])
-    launch = kernel_launch(
-        dkv_kernel, schedule.programs, (_TileLists.of(tiles),),
-        (problem, schedule, *sizes, options.scale, *strides, k.shape[2]), (choices,), config, q.device,
-    )  # fmt: skip
-    merge_dk = _bind_merge(tiles, dk, choices, choices.block_d, options.scale)
-    merge_dv = _bind_merge(tiles, dv, choices, choices.block_v, 1.0)
-    rows = schedule.groups * tiles.slots * choices.block_m
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, prepared: PreparedBackward, options: Options
+    ) -> None:
+        tiles, config = prepared.dkv, prepared.dkv_config
+        dk, dv = empty_gradient(k), empty_gradient(v)
+        problem, sizes, choices = _common(q, k, v, d_out, tiles, config, options, dk, dv)
+        schedule = Schedule.of(config, k.shape[0], k.shape[1], len(tiles.items), tiles.slots)
+        strides = Strides(*dk.stride()[:3]), Strides(*dv.stride()[:3])
+        self.launch = kernel_launch(
+            dkv_kernel, schedule.programs, (_TileLists.of(tiles),),
+            (problem, schedule, *sizes, options.scale, *strides, k.shape[2]), (choices,), config, q.device,
+        )  # fmt: skip
+        self.merge_dk = _bind_merge(tiles, dk, choices, choices.block_d, options.scale)
+        self.merge_dv = _bind_merge(tiles, dv, choices, choices.block_v, 1.0)
+        self.rows = schedule.groups * tiles.slots * choices.block_m
+        self.widths = choices.block_d, choices.block_v
+
+    def under(self, tiles: BackwardTiles | None) -> _KeyGradients:
+        """As `_Kernels.under`."""
+        other = copy.copy(self)
+        other.launch = self.launch.with_tensors(() if tiles is None else (_TileLists.of(tiles),))
+        return other
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, stats: Tensor, bias: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
         dk, dv = empty_gradient(k), empty_gradient(v)
         dk_chunk = dv_chunk = stats
-        if rows:
-            dk_chunk, dv_chunk = (stats.new_empty(rows * width) for width in (choices.block_d, choices.block_v))
-        launch(q, k, v, d_out, stats, bias, seed, dk, dv, dk_chunk, dv_chunk)
-        merge_dk(dk, dk_chunk)
-        merge_dv(dv, dv_chunk)
+        if self.rows:
+            dk_chunk, dv_chunk = (stats.new_empty(self.rows * width) for width in self.widths)
+        self.launch(q, k, v, d_out, stats, bias, seed, dk, dv, dk_chunk, dv_chunk)
+        self.merge_dk(dk, dk_chunk)
+        self.merge_dv(dv, dv_chunk)
         return dk, dv
-
-    return call
 
 
 def _bind_d_bias(

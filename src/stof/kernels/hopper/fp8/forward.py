@@ -66,7 +66,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     out_window = Window.over(out, ROWS, _WIDTH)
 
     blocks = multiprocessors(device)
-    work = DeviceWork.of(lists, q, config.side, blocks, _WIDTH)
+    lse_like = like_lse(q)
+    work = DeviceWork.of(lists, lse_like, config.side, blocks, _WIDTH)
     has_score_mod = softcap > 0 or scale <= 0
     compiled_config = ForwardConfig(
         groups=groups,
@@ -96,7 +97,6 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         use_pdl=supports_pdl(device),
         device=device,
     )  # fmt: skip
-    lse_like = like_lse(q)
     moved = moving_call(bind, prepared, options, device)
 
     def call(
