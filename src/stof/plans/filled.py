@@ -283,6 +283,7 @@ class _Counted(Geometry):
     def __init__(self, geometry: MaskGeometry, fills: dict[LayoutConfig, tuple[TileFill, int, int]]) -> None:
         self.device, self.lengths = geometry.device, (geometry.q_len, geometry.kv_len)
         self._dims, self._which, self._fills = geometry.dims, geometry.which, fills
+        self._counts: dict[LayoutConfig, TileCounts] = {}
 
     @staticmethod
     def of(geometry: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Counted | None:
@@ -299,12 +300,10 @@ class _Counted(Geometry):
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tiles of the first masks, as `layout.survey` counts them; the keys of rows are not known."""
         assert row_order is None
-        of_masks = self._which[:MASKS_COUNTED]
-        counts = {}
-        for layout in geometries:
-            partial, full = self._fills[layout][0].of_row_blocks()[:, of_masks].long()
-            counts[layout] = TileCounts(partial, full)
-        return Survey(counts, torch.empty((0, self.lengths[0]), device="cpu"), *self._dims)
+        for layout in set(geometries) - self._counts.keys():
+            partial, full = self._fills[layout][0].of_row_blocks()[:, self._which[:MASKS_COUNTED]].long()
+            self._counts[layout] = TileCounts(partial, full)
+        return Survey(self._counts, torch.empty((0, self.lengths[0]), device="cpu"), *self._dims)
 
     def write(self, layout: LayoutConfig, every_column: bool) -> FilledTiles:
         """Write the lists of one size; see `TileFill.write`."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+_Array = npt.NDArray[Any]
 
 # Most waves of thread blocks that are placed one by one. With more, the mean load of a slot is close enough.
 _WAVES = 12
@@ -21,33 +25,29 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
         average = (loads * copies[:, None]).sum(0) / slots + 0.5 * loads[-1]
         share = float((each * copies).sum()) / slots + 0.5 * float(each[-1])
         return loads[0] if float(each[0]) > share else average
-    line = torch.tensor(_in_line(copies), device="cpu")
-    ends = torch.zeros(slots, dtype=each.dtype, device=each.device)
-    sums = torch.zeros(slots, loads.shape[1], dtype=each.dtype, device=each.device)
+    return torch.from_numpy(_placed(loads.numpy(), each.numpy(), copies.numpy(), slots))
+
+
+def _placed(loads: _Array, each: _Array, copies: _Array, slots: int) -> _Array:
+    """`last_slot` by placing one thread block after another; in NumPy, whose calls take a fifth of PyTorch's time."""
+    # Fractions of copies add up to whole ones.
+    copied = np.ceil(np.cumsum(copies)).astype(np.int64)
+    copied[-1] = np.ceil(copies.sum())
+    line = np.repeat(np.arange(len(copies)), np.diff(np.minimum(copied, copied[-1]), prepend=0))
+    ends = np.zeros(slots)
+    sums = np.zeros((slots, loads.shape[1]))
     start = 0
     while start < len(line):
         # The slot that is free first takes the longest thread block left. Several are assigned in one step while none
         # of them ends before the last of them starts.
-        ends, free = ends.sort()
-        sums = sums[free]
+        free = np.argsort(ends, kind="stable")
+        ends, sums = ends[free], sums[free]
         wave = line[start : start + slots]
         after = ends[: len(wave)] + each[wave]
-        overtaken = ends[1 : len(wave)] > after.cummin(0).values[:-1]
-        count = int(overtaken.int().argmax()) + 1 if bool(overtaken.any()) else len(wave)
+        overtaken = ends[1 : len(wave)] > np.minimum.accumulate(after)[:-1]
+        count = int(overtaken.argmax()) + 1 if overtaken.any() else len(wave)
         ends[:count] = after[:count]
         sums[:count] += loads[wave[:count]]
         start += count
-    return sums[int(ends.argmax())]
-
-
-def _in_line(copies: Tensor) -> list[int]:
-    """The index in `copies` of each thread block, in order; fractions of copies add up to whole ones.
-
-    In Python: waking PyTorch's threads takes longer than reading some thousand numbers.
-    """
-    ends = [math.ceil(end) for end in torch.cumsum(copies, 0).tolist()]
-    ends[-1] = math.ceil(float(copies.sum()))
-    line: list[int] = []
-    for number, end in enumerate(ends):
-        line += [number] * (min(end, ends[-1]) - len(line))
-    return line
+    last: _Array = sums[int(ends.argmax())]
+    return last
