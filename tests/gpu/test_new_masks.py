@@ -51,7 +51,22 @@ DRAWN: dict[str, Callable[[Draw, int], Mask | Tensor]] = {
     "heads": lambda draw, n: masks.per_head([masks.sliding_window(draw.randint(1, n)) for _ in range(HEADS)]),
     "bool": lambda draw, n: boolean(draw, n),
     "bool of heads": lambda draw, n: boolean(draw, n, 1, HEADS),
+    "bool and window": lambda draw, n: masks.from_dense(boolean(draw, n)) & masks.sliding_window(draw.randint(1, n)),
+    "function": lambda draw, n: function(draw, n, 1, 1),
+    "function of heads": lambda draw, n: function(draw, n, BATCH, HEADS),
 }
+
+
+def function(draw: Draw, length: int, batch: int, heads: int) -> Mask:
+    """Documents of batch entries and heads by a table; a function made anew each time."""
+    generator = torch.Generator("cuda").manual_seed(draw.randrange(2**31))
+    starts = torch.rand(batch, heads, length, generator=generator, device="cuda") < 0.02
+    table = starts.cumsum(-1)
+
+    def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (table[b % batch, h % heads, i] == table[b % batch, h % heads, j])
+
+    return masks.from_function(keep)
 
 
 def problem(draw: Draw, mask: Mask | Tensor, length: int, head_dim: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +75,7 @@ def problem(draw: Draw, mask: Mask | Tensor, length: int, head_dim: int, options
     inputs = make_inputs(batch=BATCH, heads=HEADS, kv_heads=2, q_len=length, head_dim=head_dim, dtype=torch.bfloat16)
     keep = mask.cpu().expand(1, HEADS, -1, -1) if isinstance(mask, Tensor) else None
     if keep is None:
-        keep = mask.to_dense(length, length, batch=BATCH, heads=HEADS)  # type: ignore[union-attr]
+        keep = mask.to_dense(length, length, batch=BATCH, heads=HEADS, device="cuda").cpu()  # type: ignore[union-attr]
     call = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "d_out": torch.randn_like(inputs.q), "keep": keep}
     return call | {"scale": head_dim**-0.5} | options
 

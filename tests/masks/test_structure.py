@@ -21,7 +21,7 @@ def cuts(count: int, seed: int = 0, length: int = S) -> list[int]:
 def outlined_of(mask: Mask, q_len: int = S, kv_len: int = S, sizes: tuple[int, int] = (1, 1)) -> Outline | None:
     """The outline of a mask, of all its batch entries and heads."""
     dims = mask.dims(*sizes)
-    return outline(mask, q_len, kv_len, [(b, h) for b in range(dims[0]) for h in range(dims[1])])
+    return outline(mask, mask, q_len, kv_len, [(b, h) for b in range(dims[0]) for h in range(dims[1])])
 
 
 def structure_of(mask: Mask) -> object:
@@ -115,3 +115,24 @@ def test_statistics_of_dense_masks(shape: tuple[int, ...]) -> None:
     local, scattered = (dense_statistics(masks.from_dense(x), 512, 512) for x in (window, shuffled))
     assert local[:3] == pytest.approx(scattered[:3])
     assert scattered[4] > local[4] + 1
+
+
+def test_functions_made_anew_have_one_structure() -> None:
+    """With other tensors in them; what they keep is measured in their scores."""
+
+    def same_document(lengths: list[int]) -> Mask:
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        return masks.from_function(lambda b, h, i, j: (i >= j) & (ids[i] == ids[j]))
+
+    def outlined(mask: Mask) -> Outline:
+        found = outline(mask, masks.from_dense(mask.to_dense(64)), 64, 64, [(0, 0)])
+        assert found is not None
+        return found
+
+    one, other = outlined(same_document([10, 20, 34])), outlined(same_document([40, 24]))
+    assert one == other
+    assert one.is_regular
+    keep = torch.rand(64, 64) < 0.5
+    mixed = outlined(masks.from_dense(keep) & masks.causal())
+    assert mixed == outlined(masks.from_dense(~keep) & masks.causal()) != one
+    assert not mixed.is_regular

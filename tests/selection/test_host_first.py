@@ -60,3 +60,22 @@ def test_a_geometry_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.Mon
     assert geometry.row_orders == geometry.orders.names
     assert counted.counts.keys() == {LayoutConfig(32, 32)}
     assert geometry.build(LayoutConfig(32, 32), None).device.type == "meta"
+
+
+def test_scores_of_masks_without_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randint(0, 3, (2, 50))
+    batched = masks.from_function(lambda b, h, i, j: (table[b, i] == table[b, j]) & (i - j < h + 5))
+    cpu = torch.device("cpu")
+    for at_once in (2**25, 500):
+        monkeypatch.setattr(host_first, "STRIP_SCORES_GPU", at_once)
+        for mask, sizes in (
+            (batched, (2, 3)),
+            (batched & masks.causal(), (2, 3)),
+            (~masks.from_dense(table > 1), (1, 1)),
+        ):
+            q_len, kv_len = (2, 50) if mask.key.startswith("~") else (50, 50)
+            scores = host_first.scores_of(mask.frozen(), q_len, kv_len, sizes, cpu)
+            assert scores is not None
+            assert torch.equal(scores.as_tensor(q_len, kv_len), mask.to_dense(q_len, kv_len, batch=2, heads=3))
+    monkeypatch.setattr(host_first, "_MOST_SCORES", 50 * 50 * 6 - 1)
+    assert host_first.scores_of(batched.frozen(), 50, 50, (2, 3), cpu) is None

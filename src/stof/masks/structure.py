@@ -7,6 +7,7 @@ two packed batches with documents of other lengths have one structure, windows o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -39,25 +40,31 @@ class Outline(NamedTuple):
 
     Attributes:
         structure: equal for masks that differ in bounds and tables alone. Sequences and heads may have several
-            programs; their order and number do not matter.
+            programs; their order and number do not matter. Of masks without programs, their text without its numbers.
         statistics: numbers by which masks of one structure are compared, as logarithms to base 2: queries, the keys
             that a row keeps on average, and, of one program, those that each test keeps and the longest document. About
             right is enough. None of a dense mask, whose tensor has to be read: see `dense_statistics`.
+        is_regular: whether tiles of one kind suit all masks of the structure; bool tensors may be anything.
     """
 
     structure: Hashable
     statistics: tuple[float, ...] | None
+    is_regular: bool
 
 
-def outline(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Outline | None:
+def outline(mask: Mask, evaluated: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Outline | None:
     """Return the outline of a mask, None for one that is neither a program nor a tensor.
 
     Args:
         mask, q_len, kv_len: the mask at lengths that it accepts.
+        evaluated: the mask, or one of a tensor that holds its scores.
         entries: a batch entry and head of each pattern.
     """
+    if evaluated is not mask:
+        text = re.sub(r"[-\d., ]+", "", mask.key)
+        return Outline(text, None, "from_dense" not in text)
     if mask.as_tensor(q_len, kv_len) is not None:
-        return Outline(DENSE, None)
+        return Outline(DENSE, None, False)
     programs = programs_of(mask, q_len, kv_len, entries) if entries else None
     if programs is None:
         return None
@@ -68,7 +75,7 @@ def outline(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, in
     kept = [_kept_shares(code, numbers, q_len, kv_len) for code in looked_at]
     compared = len(kept[0]) if len(structures) == 1 else 1
     means = (kv_len * sum(shares[n] for shares in kept) / len(kept) for n in range(compared))
-    return Outline(structures, _octaves(q_len, *means))
+    return Outline(structures, _octaves(q_len, *means), True)
 
 
 def dense_statistics(mask: Mask, q_len: int, kv_len: int) -> tuple[float, ...]:

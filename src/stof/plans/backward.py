@@ -144,7 +144,7 @@ class PlanGradients:
                 mask: Mask = DenseMask(plan.to_dense(), copied=True)
                 sizes = (plan.mask_batch, plan.mask_heads)
             else:
-                mask, sizes = geometry.mask, (geometry.batch, geometry.heads)
+                mask, sizes = geometry.evaluated, (geometry.batch, geometry.heads)
             lengths = (plan.kv_len, plan.q_len) if swap else (plan.q_len, plan.kv_len)
             mask = transposed(mask) if swap else mask
             self._geometries[swap] = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=plan.device)

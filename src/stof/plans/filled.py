@@ -17,7 +17,6 @@ from stof.layout import LayoutConfig
 from stof.layout.builders.gpu.mask_input import on_device
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.layout.survey import MASKS_COUNTED, Survey, TileCounts
-from stof.masks.structure import DENSE
 from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, Candidate, Geometry, KernelChoice, MaskGeometry, failures, gpu_choices, weighed
 from stof.selection.backward_tilings import BackwardTiling, best_tiling, whole_tile_tilings
@@ -173,12 +172,7 @@ def keep_choice(
     if (times[choice] or 0.0) > _MOST_SLOWER * best_us:
         choice = best
     kept.keep(geometry.statistics, choice, mask_text)
-    kept.whole_tiles = is_fillable(choice) and _is_regular(geometry)
-
-
-def _is_regular(geometry: MaskGeometry) -> bool:
-    """Whether masks of this structure suit whole tiles if one of them does: bool tensors may be anything."""
-    return geometry.outline is not None and geometry.outline.structure != DENSE
+    kept.whole_tiles = is_fillable(choice) and geometry.outline is not None and geometry.outline.is_regular
 
 
 def kept_tiling(
@@ -263,7 +257,7 @@ def keep_tiling(
     (whole, whole_us), (_, best_us) = (best_tiling(call, geometry_of, whole_tiles) for whole_tiles in (True, False))
     is_whole = whole_us <= _MOST_SLOWER * best_us
     kept.keep(geometry.statistics, whole if is_whole else best, mask_text)
-    kept.whole_tiles = is_whole and _is_regular(geometry)
+    kept.whole_tiles = is_whole and geometry.outline is not None and geometry.outline.is_regular
 
 
 _Fills = dict[LayoutConfig, "TileFill | None"]
@@ -272,7 +266,7 @@ _Fills = dict[LayoutConfig, "TileFill | None"]
 def _start(of: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Fills:
     """Begin to count the tiles of a mask in several sizes."""
     return {
-        one: start_fill(of.mask, of.q_len, of.kv_len, of.dims, of.which, one.block_m, one.block_n, device)
+        one: start_fill(of.evaluated, of.q_len, of.kv_len, of.dims, of.which, one.block_m, one.block_n, device)
         for one in layouts
     }
 

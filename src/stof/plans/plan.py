@@ -23,7 +23,6 @@ from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
-from stof.masks.structure import DENSE
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.filled import keep_choice, kept_choice
@@ -281,7 +280,7 @@ class Plan(Numbered):
             if serves is not None and serves.choice not in self._rejected:
                 if serves.prepared is not None:
                     self._prepared[replace(serves.choice, widened=False)] = serves.prepared
-                    self.is_filled = geometry.outline is not None and geometry.outline.structure != DENSE
+                    self.is_filled = geometry.evaluated.as_tensor(self.q_len, self.kv_len) is None
                     self.note_growth()
                 self._others = serves.others
                 self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
@@ -459,7 +458,7 @@ class Plan(Numbered):
             tensors += tensors_of(prepared)
         if self.gradients is not None:
             tensors += self.gradients.tensors()
-        copies = [] if self.mask is None else self.mask.copies()
+        copies = [] if self._origin is None else self._origin.mask.copies() + self._origin.copies()
         held = sum(copy.untyped_storage().nbytes() for copy in copies)
         return held + sum(t.numel() * t.element_size() for t in tensors)
 

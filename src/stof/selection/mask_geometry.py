@@ -11,12 +11,13 @@ from torch import Tensor
 
 from stof.layout import Layout, LayoutConfig, build_layout
 from stof.layout.builders.gpu.build import pattern_numbers
-from stof.layout.builders.host_first import host_mask
+from stof.layout.builders.host_first import has_gpu_form, host_mask, scores_of
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask
 from stof.masks.index import Index
 from stof.masks.structure import Outline, dense_statistics, outline
+from stof.runtime.memory import made_for_calls
 
 T = TypeVar("T")
 
@@ -76,10 +77,24 @@ class MaskGeometry(Geometry):
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
 
     @functools.cached_property
-    def _evaluated(self) -> tuple[Mask, torch.device]:
-        """The mask that is evaluated, and where; decided when it is first evaluated, since a copy waits for the GPU."""
-        on_host = host_mask(self.mask, self.q_len, self.kv_len, self.dims, self.device)
-        return (self.mask, self.device) if on_host is None else (on_host, torch.device("cpu"))
+    def evaluated(self) -> Mask:
+        """The mask; on a GPU, of one with neither a program nor a tensor, its scores as a tensor, if they fit."""
+        scores = None
+        if self.device.type == "cuda" and not has_gpu_form(self.mask, self.q_len, self.kv_len, self.dims):
+            make = functools.partial(scores_of, self.mask, self.q_len, self.kv_len, self.dims, self.device)
+            scores = made_for_calls(self.device, make)
+        return self.mask if scores is None else scores
+
+    def copies(self) -> list[Tensor]:
+        """Tensors that are held besides those of the mask."""
+        evaluated: Mask = self.__dict__.get("evaluated", self.mask)
+        return [] if evaluated is self.mask else evaluated.copies()
+
+    @functools.cached_property
+    def _counted(self) -> tuple[Mask, torch.device]:
+        """The mask whose tiles are counted, and where; decided at the first count, since a copy waits for the GPU."""
+        on_host = host_mask(self.evaluated, self.q_len, self.kv_len, self.dims, self.device)
+        return (self.evaluated, self.device) if on_host is None else (on_host, torch.device("cpu"))
 
     @functools.cached_property
     def dims(self) -> tuple[int, int]:
@@ -89,25 +104,25 @@ class MaskGeometry(Geometry):
     @functools.cached_property
     def which(self) -> list[int]:
         """The pattern of each batch entry and head; empty for masks that have no program and are no bool tensors."""
-        return pattern_numbers(self.mask, self.q_len, self.kv_len, self.dims)
+        return pattern_numbers(self.evaluated, self.q_len, self.kv_len, self.dims)
 
     @functools.cached_property
     def outline(self) -> Outline | None:
         """What is known of the mask without evaluating it; None for masks without a program."""
         heads = self.dims[1]
         entries = [divmod(self.which.index(n), heads) for n in range(max(self.which, default=-1) + 1)]
-        return outline(self.mask, self.q_len, self.kv_len, entries)
+        return outline(self.mask, self.evaluated, self.q_len, self.kv_len, entries)
 
     @functools.cached_property
     def statistics(self) -> tuple[float, ...]:
         """By which masks of one structure are compared; for masks with an outline."""
         assert self.outline is not None
-        return self.outline.statistics or dense_statistics(self.mask, self.q_len, self.kv_len)
+        return self.outline.statistics or dense_statistics(self.evaluated, self.q_len, self.kv_len)
 
     @functools.cached_property
     def orders(self) -> RowOrders:
         """The mask's row orders."""
-        mask, place = self._evaluated
+        mask, place = self._counted
         return RowOrders(mask, self.q_len, self.kv_len, batch=self.batch, heads=self.heads, device=place)
 
     def found_order(self) -> str | None:
@@ -129,7 +144,7 @@ class MaskGeometry(Geometry):
 
     def kept_of(self, rows: Tensor) -> Tensor:
         """Which keys some rows keep: bool `[mask_batch, mask_heads, rows, kv_len]`."""
-        mask, place = self._evaluated
+        mask, place = self._counted
         mask_batch, mask_heads = mask.dims(self.batch, self.heads, place)
         b, h, keys = (torch.arange(n, device=place) for n in (mask_batch, mask_heads, self.kv_len))
         index = Index.make(rows.to(place), keys, q_len=self.q_len, kv_len=self.kv_len, b=b, h=h)
@@ -137,6 +152,6 @@ class MaskGeometry(Geometry):
 
     def _by(self, function: Callable[..., T], what: object, row_order: str | None) -> T:
         """`build_layout` or `survey` of the mask."""
-        mask, place = self._evaluated
+        mask, place = self._counted
         sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": place}
         return function(mask, self.q_len, self.kv_len, what, **sizes, row_order=self.orders.rows(row_order))

@@ -10,13 +10,17 @@ import math
 
 import torch
 
+from stof.layout.builders.strips import STRIP_SCORES_GPU
 from stof.masks import Mask
 from stof.masks.gpu_program import programs_of
+from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
 
 # Scores that the host evaluates for one device, in all plans together: 64 masks of 1024 x 1024.
 HOST_SCORES = 2**26
 _evaluated: dict[torch.device, int] = {}
+# Scores, a byte each, of a mask that is evaluated as a whole on a GPU: those of 32,768 tokens.
+_MOST_SCORES = 2**30
 
 
 def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device) -> Mask | None:
@@ -32,15 +36,40 @@ def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], devic
     scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * kv_len
     if scores > HOST_SCORES:
         return None
-    keep = mask.as_tensor(q_len, kv_len)
-    if keep is None and not _have_programs(mask, q_len, kv_len, sizes):
+    if not has_gpu_form(mask, q_len, kv_len, sizes):  # it may read tensors on the device
         return None
     _evaluated[device] = scores
+    keep = mask.as_tensor(q_len, kv_len)
     return mask if keep is None else DenseMask(keep.cpu(), copied=True)
 
 
-def _have_programs(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int]) -> bool:
-    """Whether every pattern can be written as a program; other masks may read tensors on the device."""
+def scores_of(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device) -> Mask | None:
+    """Evaluate a mask on a device: a mask of a bool tensor with all of its scores; None if they do not fit.
+
+    Args:
+        mask, q_len, kv_len, sizes: as for `host_mask`.
+        device: where the tensors are that the mask reads.
+    """
+    count = math.prod(sizes) * kv_len
+    if count * q_len > _MOST_SCORES:
+        return None
+    b, h, keys = (torch.arange(n, device=device) for n in (*sizes, kv_len))
+    try:
+        keep = torch.empty((*sizes, q_len, kv_len), dtype=torch.bool, device=device)
+    except torch.OutOfMemoryError:
+        return None
+    at_once = max(1, STRIP_SCORES_GPU // count)
+    for first in range(0, q_len, at_once):
+        rows = torch.arange(first, min(first + at_once, q_len), device=device)
+        index = Index.make(rows, keys, q_len=q_len, kv_len=kv_len, b=b, h=h)
+        keep[:, :, first : first + len(rows)] = mask.evaluate(index)
+    return DenseMask(keep, copied=True)
+
+
+def has_gpu_form(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int]) -> bool:
+    """Whether a mask is a tensor, or every pattern can be written as a program."""
+    if mask.as_tensor(q_len, kv_len) is not None:
+        return True
     ids = mask.pattern_ids(*sizes).expand(sizes).flatten().tolist()
     entries = [divmod(ids.index(one), sizes[1]) for one in dict.fromkeys(ids)]
     return programs_of(mask, q_len, kv_len, entries) is not None
