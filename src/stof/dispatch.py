@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from stof.errors import ArgumentError, KernelError
 from stof.handles import mask_of
 from stof.kernels.common import empty_output
-from stof.kernels.implementation import BackwardCall, BoundCall, Gradients, NeedsGrad, Options, seed_argument
+from stof.kernels.implementation import BoundCall, Gradients, NeedsGrad, Options, seed_argument
 from stof.kernels.quantization import wide_dtype, widened
 from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.plans.backward import gradients_of
@@ -21,9 +20,7 @@ from stof.plans.make import cached_plan, make_sized_plan
 from stof.plans.plan import Plan
 from stof.runtime.memory import made_for_calls, refuse_values
 from stof.runtime.private import past_modes
-from stof.runtime.threads import beside
-from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, refusals
-from stof.selection.implementations import Backward
+from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
 from stof.validation import with_four_dims
 
 
@@ -90,31 +87,21 @@ def run_call(
     while True:
         choice = plan.choice(call, implementation or None)
         try:
-            prepare = partial(plan.prepared, choice)
-            others = [partial(_bound_and_run, q, k, v, *other, options) for other in plan.take_others()]
-            with beside(q.device, others):
-                bound, results = _bound_and_run(q, k, v, choice, prepare, options)
+            prepared = plan.prepared(choice)
+            operands, bound_options = (q, k, v), options
+            if choice.widened:
+                operands, bound_options = _widened(q, k, v, scales), options._replace(scales=())
+            implemented = IMPLEMENTATIONS[choice.implementation]
+            bound = made_for_calls(q.device, partial(implemented.bind, *operands, prepared, bound_options))
+            if choice.widened:
+                bound = partial(_widened_call, bound)
+            results = bound(q, k, v, bias, sinks, *scales, **seed_argument(options.seed))
             is_unchanged = arguments[3] is bias and arguments[4] is sinks
             plan.store_call(arguments, bound if is_unchanged else partial(_reshaped, bound))
             return results
         except KernelError as error:
             # The loop tries the next best candidate. The last is plain PyTorch, which compiles nothing.
             plan.reject(choice, (call.widened() if choice.widened else None) or call, error)
-
-
-def _bound_and_run(
-    q: Tensor, k: Tensor, v: Tensor, choice: KernelChoice, prepare: Callable[[], Any], options: Options
-) -> tuple[BoundCall, tuple[Tensor, Tensor]]:
-    """Bind a call to a choice, whose layout `prepare` makes, and run it: the bound call and its results."""
-    prepared = prepare()
-    operands, bound_options = (q, k, v), options
-    if choice.widened:
-        operands, bound_options = _widened(q, k, v, options.scales), options._replace(scales=())
-    implemented = IMPLEMENTATIONS[choice.implementation]
-    bound = made_for_calls(q.device, partial(implemented.bind, *operands, prepared, bound_options))
-    if choice.widened:
-        bound = partial(_widened_call, bound)
-    return bound, bound(q, k, v, options.bias, options.sinks, *options.scales, **seed_argument(options.seed))
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
@@ -271,27 +258,13 @@ def run_backward(
         name, tiling = gradients.choices(call)[0]
         backward = IMPLEMENTATIONS[name].backward
         assert backward is not None
-        run = partial(_bound_and_run_backward, backward, tensors, options, needs)
         try:
-            with beside(q.device, [partial(run, other) for other in gradients.take_others()]):
-                bound, computed = run(partial(gradients.prepared, name, tiling))
+            bind = partial(backward.bind, q, k, v, out, d_out, d_lse, gradients.prepared(name, tiling), options, needs)
+            bound = made_for_calls(q.device, bind)
+            computed = bound(*tensors)
         except KernelError as error:
             gradients.reject(name, tiling, error)
             continue
         gradients.store(key, bound)
         plan.keep_in_graph(bound)
         return computed
-
-
-def _bound_and_run_backward(
-    backward: Backward,
-    tensors: tuple[Any, ...],
-    options: Options,
-    needs: NeedsGrad,
-    prepare: Callable[[], Any],
-) -> tuple[BackwardCall, Gradients]:
-    """Bind a backward call to the layouts that `prepare` makes, and run it: the bound call and the gradients."""
-    q, k, v, out, _, d_out, d_lse, *_ = tensors
-    prepared = prepare()
-    bound = made_for_calls(q.device, partial(backward.bind, q, k, v, out, d_out, d_lse, prepared, options, needs))
-    return bound, bound(*tensors)

@@ -18,6 +18,7 @@ from stof.masks import Mask
 from stof.plans.kept_choices import kept_by_structure
 from stof.runtime import launch
 from stof.runtime.launch import Launch
+from stof.selection import MaskGeometry
 from stof.testing import assert_attention, make_inputs
 from tests.kernels.gradients import assert_gradients
 
@@ -141,18 +142,20 @@ def test_bool_tensors_written_between_calls() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_nothing_is_compiled_after_two_masks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    """Whichever tiles suit later masks, their kernels are compiled under the second one."""
+def test_compiled_kernels_serve_other_masks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """Masks unlike those before are not surveyed, and nothing is compiled if a compiled kernel is about as fast."""
     kept_by_structure.clear()
+    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 1e9)
     q, k, v = (torch.randn(1, 8, 4096, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def step(size: int) -> None:
         torch.autograd.grad(stof.attention(*leaves, masks.sliding_window(size)).sum(), leaves)
 
-    step(300)
-    step(310)
+    for size in (300, 310, 40):  # surveyed, filled, counted
+        step(size)
     monkeypatch.setattr(launch, "_launch_jit", None)
     monkeypatch.setattr(Launch, "_launch_jit", None)
-    for size in (5, 40, 100, 1000, 2000, 4095):
+    monkeypatch.setattr(MaskGeometry, "survey", None)
+    for size in (5, 100, 1000, 2000, 4095):
         step(size)

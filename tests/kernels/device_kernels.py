@@ -89,7 +89,8 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
         reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 14, *sizes, tiles.COUNTED[is_program]], {}
+            counted = [kind, *([0] * 3 if is_program else sizes[1:]), tiles.COUNTED[is_program]]
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 16, *counted], {}
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width]
                 yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}

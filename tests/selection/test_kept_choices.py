@@ -24,6 +24,7 @@ from stof.plans.filled import (
 from stof.plans.kept_choices import KeptByStructure, KeptChoices, structure_key
 from stof.selection import CallSpec, KernelChoice, MaskGeometry, candidates
 from stof.selection.backward_tilings import BackwardTiling
+from stof.selection.compiled import compiled_or_best
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from stof.selection.select import first_of
 
@@ -131,7 +132,6 @@ def first_choice(one: MaskGeometry, kept: KeptChoices) -> KernelChoice:
     ranked = candidates(call, CUDA, one, load_model(DEFAULT_DEVICE))
     best = first_of(ranked, call)
     keep_choice(kept, one, ranked, best, repr(one.mask))
-    kept.compiled = True
     return best
 
 
@@ -265,3 +265,14 @@ def test_tilings_of_gradients() -> None:
 )
 def test_narrower_forms_are_not_filled(choice: KernelChoice) -> None:
     assert not is_fillable(choice)
+
+
+def test_compiled_kernels_are_taken_unless_another_is_much_faster() -> None:
+    times = {"best": 100.0, "close": 105.0, "far": 200.0}
+    for compiled, expected in (
+        ((), "best"),
+        (("far",), "best"),
+        (("close", "far"), "close"),
+        (("best", "close"), "best"),
+    ):
+        assert compiled_or_best(times, lambda name, compiled=compiled: name in compiled) == expected

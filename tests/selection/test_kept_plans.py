@@ -68,31 +68,14 @@ def test_the_second_mask_is_not_surveyed_and_has_filled_lists(monkeypatch: pytes
     choice = second.choice(CALL)
     assert choice.filled
     assert isinstance(second.prepared(choice).lists, FilledTileLists)
-    assert second.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(101)!r}"
+    assert second.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(100)!r}"
     assert second.choice(CALL) is choice
-    third = window(102)
-    choice = third.choice(CALL)
-    assert choice.filled
-    assert third.serving(CALL) == f"{choice} runs, chosen for {masks.sliding_window(100)!r}"
-
-
-def test_kernels_of_all_whole_tiles_are_compiled_under_the_second_mask() -> None:
-    for size in (100, 101, 102, 400):
-        made = window(size)
-        choice = made.choice(CALL)
-        others = made.take_others()
-        assert len(others) == (size == 101)  # heads of 128 have two sizes
-        assert made.take_others() == ()
-        for other, make in others:
-            assert other.filled
-            assert choice.layout != other.layout
-            assert other.layout is not None
-            assert make().lists.block_m == other.layout.block_m
 
 
 def test_masks_unlike_all_before_are_served_by_the_best_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is that of a survey, among tiles that the GPU fills."""
     window(100).choice(CALL)
+    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 0.0)
     for size in (5, 20, 400):
         other = window(size)
         ranked = other.candidates(CALL)
@@ -182,6 +165,7 @@ def test_gradients_of_the_second_mask_are_filled(monkeypatch: pytest.MonkeyPatch
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     first, of_first = gradients(100)
     of_first.choices(CALL)
+    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 0.0)
     for size in (101, 5, 400):
         other, of_other = gradients(size)
         expected, _ = best_tiling(CALL, of_other._geometry, whole_tiles=True)
@@ -189,8 +173,6 @@ def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.Mon
             patched.setattr(MaskGeometry, "survey", None)
             (_, tiling), *_ = of_other.choices(CALL)
         assert tiling == expected
-        # Each kernel has three sizes.
-        assert len(of_other.take_others()) == 2 * (size == 101)
         del other
     del first
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ class PlanGradients:
         self._prepared: dict[tuple[str, BackwardTiling], Any] = {}
         self._failed: dict[tuple[str, BackwardTiling], str] = {}
         self._geometries: dict[bool, MaskGeometry] = {}
-        self._others: tuple[Callable[[], Any], ...] = ()
         self.calls: dict[Hashable, BackwardCall] = {}
 
     def tensors(self) -> list[Tensor]:
@@ -81,7 +80,6 @@ class PlanGradients:
         if kept is not None:
             serves = made_for_calls(plan.device, partial(kept_tiling, kept, call, self._geometry, plan.mask_text))
             if serves is not None:
-                self._others = serves.others
                 if serves.prepared is not None:
                     self._prepared[name, serves.tiling] = serves.prepared
                     plan.note_growth()
@@ -90,11 +88,6 @@ class PlanGradients:
         if kept is not None:
             keep_tiling(kept, call, self._geometry, tilings[0], plan.mask_text)
         return tilings
-
-    def take_others(self) -> tuple[Callable[[], Any], ...]:
-        """Return what makes the lists of other tilings of the same implementation; see `Plan.take_others`."""
-        others, self._others = self._others, ()
-        return others
 
     def prepared(self, name: str, tiling: BackwardTiling) -> Any:
         """Return the layouts of a choice in the form that its kernels read; computed once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.layout.survey import MASKS_COUNTED, Survey, TileCounts
 from stof.plans.kept_choices import KeptChoices
 from stof.selection import CallSpec, Candidate, Geometry, KernelChoice, MaskGeometry, failures, gpu_choices, weighed
-from stof.selection.backward_tilings import BackwardTiling, best_tiling, whole_tile_tilings
+from stof.selection.backward_tilings import BackwardTiling, best_tiling, compiled_by, whole_tile_layouts
+from stof.selection.compiled import compiled_or_best
 from stof.selection.gpu_choices import for_call
 from stof.selection.select import LayoutErrors, takes
 
@@ -58,13 +58,11 @@ class ServingChoice(NamedTuple):
         choice: the choice.
         prepared: the lists that were filled; None where layouts are built.
         mask_text: repr of the mask that it was made for.
-        others: other choices of whole tiles, whose kernels later masks will need, and what fills their lists.
     """
 
     choice: KernelChoice
     prepared: PreparedTiles | None
     mask_text: str
-    others: tuple[tuple[KernelChoice, Callable[[], PreparedTiles]], ...] = ()
 
 
 class ServingTiling(NamedTuple):
@@ -72,7 +70,6 @@ class ServingTiling(NamedTuple):
 
     tiling: BackwardTiling
     prepared: PreparedBackward | None
-    others: tuple[Callable[[], PreparedBackward], ...] = ()
 
 
 def kept_choice(
@@ -93,13 +90,9 @@ def kept_choice(
         mask_text: repr of this mask.
     """
     near = kept.near(geometry.statistics)
-    if kept.whole_tiles and not call.has_bias and (near is None or not kept.compiled):
-        is_new = near is None
-        counted = _counted_choice(kept, geometry, call, device, mask_text, is_new, device=geometry.device)
-        if counted is not None:
-            return counted
     if near is None:
-        return None
+        may_count = kept.whole_tiles and not call.has_bias
+        return _counted_choice(kept, geometry, call, device, mask_text, device=geometry.device) if may_count else None
     wide = call.widened() if near.choice.widened else None
     choice = for_call(near.choice, wide or call)
     if failures.reason(choice, wide or call, device) is not None:
@@ -112,6 +105,7 @@ def kept_choice(
             return ServingChoice(filled, None, near.mask_text)
         lists = None if filled in prepared else _filled_tiles(geometry, choice, device=geometry.device)
         if lists is not None:
+            kept.compiled.add(choice.layout)
             return ServingChoice(filled, lists, near.mask_text)
     return None if choice.layout_key in layout_errors else ServingChoice(choice, None, near.mask_text)
 
@@ -126,15 +120,16 @@ def _filled_tiles(geometry: MaskGeometry, choice: KernelChoice, *, device: torch
 
 @on_device
 def _counted_choice(
-    kept: KeptChoices, geometry: MaskGeometry, call: CallSpec, gpu: torch.device, mask_text: str, is_new: bool, *,
+    kept: KeptChoices, geometry: MaskGeometry, call: CallSpec, gpu: torch.device, mask_text: str, *,
     device: torch.device,
 ) -> ServingChoice | None:  # fmt: skip
-    """The fillable choice with the least estimate by counts of this mask's tiles; None if there is none.
+    """The fillable choice with the least estimate by counts of this mask's tiles, which is kept; None if there is none.
+
+    One whose kernel is compiled is taken unless another is much faster.
 
     Args:
         gpu: whose constants the estimates use.
         mask_text: repr of the mask.
-        is_new: whether no choice is kept for masks like this one, so that this one is.
     """
     wide = None if takes("hopper", call) else call.widened()
     choices = [one for one in gpu_choices(wide or call, geometry, "hopper") if is_fillable(one)]
@@ -142,16 +137,14 @@ def _counted_choice(
     if counted is None:
         return None
     ranked = weighed(choices, wide or call, gpu, counted, {})
-    usable = [replace(one.choice, widened=wide is not None) for one in ranked if one.choice and not one.refusals]
-    if not usable:
+    times = {one.choice: one.estimate_us or 0.0 for one in ranked if one.choice is not None and not one.refusals}
+    if not times:
         return None
-    if is_new:
-        kept.keep(geometry.statistics, usable[0], mask_text)
-    best, *others = usable[: 1 if kept.compiled else None]
-    kept.compiled = True
-    lists = _prepared_tiles(counted, best)
-    makers = tuple((replace(one, filled=True), partial(_prepared_tiles, counted, one)) for one in others)
-    return ServingChoice(replace(best, filled=True), lists, mask_text, makers)
+    best = compiled_or_best(times, lambda choice: choice.layout in kept.compiled)
+    kept.compiled.add(best.layout)
+    choice = replace(best, widened=wide is not None)
+    kept.keep(geometry.statistics, choice, mask_text)
+    return ServingChoice(replace(choice, filled=True), _prepared_tiles(counted, choice), mask_text)
 
 
 def _prepared_tiles(counted: _Counted, choice: KernelChoice) -> PreparedTiles:
@@ -181,18 +174,17 @@ def kept_tiling(
     """As `kept_choice`, for gradients."""
     geometry, transposed = geometry_of(False), geometry_of(True)
     near = kept.near(geometry.statistics)
-    if kept.whole_tiles and (near is None or not kept.compiled):
-        counted = _counted_tiling(kept, call, geometry_of, mask_text, near is None, device=geometry.device)
-        if counted is not None:
-            return counted
     if near is None:
-        return None
+        may_count = kept.whole_tiles
+        return _counted_tiling(kept, call, geometry_of, mask_text, device=geometry.device) if may_count else None
     tiling: BackwardTiling = near.choice
     layouts = ((tiling.dq_layout, geometry), (tiling.dkv_layout, transposed))
     if any(layout is not None and layout[1] not in (None, *of.row_orders) for layout, of in layouts):
         return None
-    filled = is_fillable_backward(tiling)
-    return ServingTiling(tiling, _filled_gradients(geometry_of, tiling, device=geometry.device) if filled else None)
+    if not is_fillable_backward(tiling):
+        return ServingTiling(tiling, None)
+    kept.compiled |= compiled_by(tiling)
+    return ServingTiling(tiling, _filled_gradients(geometry_of, tiling, device=geometry.device))
 
 
 @on_device
@@ -200,37 +192,36 @@ def _filled_gradients(
     geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, device: torch.device
 ) -> PreparedBackward | None:
     """The lists of a fillable tiling; None for masks that cannot be filled."""
-    counted = _counted_gradients(geometry_of, [tiling], device)
+    assert tiling.dq_layout is not None
+    assert tiling.dkv_layout is not None
+    layouts = {False: tiling.dq_layout[0], True: tiling.dkv_layout[0]}
+    counted = _wait_for_both(
+        geometry_of, {swap: _start(geometry_of(swap), [layout], device) for swap, layout in layouts.items()}
+    )
     return None if counted is None else _prepared_gradients(counted, tiling)
 
 
 @on_device
 def _counted_tiling(
-    kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str, is_new: bool, *,
+    kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str, *,
     device: torch.device,
 ) -> ServingTiling | None:  # fmt: skip
     """As `_counted_choice`, for gradients."""
-    counted = _counted_gradients(geometry_of, whole_tile_tilings(call), device)
+    wanted = whole_tile_layouts(call)
+    started = {swap: _start(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
+    counted = _wait_for_both(geometry_of, started)
     if counted is None:
         return None
-    best, _ = best_tiling(call, counted.__getitem__, whole_tiles=True)
-    if is_new:
-        kept.keep(geometry_of(False).statistics, best, mask_text)
-    wanted = [best] if kept.compiled else whole_tile_tilings(call, best)
-    kept.compiled = True
-    prepare, *others = (partial(_prepared_gradients, counted, one) for one in wanted)
-    return ServingTiling(best, prepare(), tuple(others))
+    best, _ = best_tiling(call, counted.__getitem__, whole_tiles=True, compiled=kept.compiled)
+    kept.compiled |= compiled_by(best)
+    kept.keep(geometry_of(False).statistics, best, mask_text)
+    return ServingTiling(best, _prepared_gradients(counted, best))
 
 
-def _counted_gradients(
-    geometry_of: Callable[[bool], MaskGeometry], tilings: list[BackwardTiling], device: torch.device
+def _wait_for_both(
+    geometry_of: Callable[[bool], MaskGeometry], started: dict[bool, _Fills]
 ) -> dict[bool, _Counted] | None:
-    """The tiles of a mask, and of its transpose, in all sizes of some fillable tilings."""
-    wanted = {
-        False: [one.dq_layout[0] for one in tilings if one.dq_layout],
-        True: [one.dkv_layout[0] for one in tilings if one.dkv_layout],
-    }
-    started = {swap: _start(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
+    """The counts of a mask and of its transpose, which `_start` began."""
     counted = {swap: _Counted.wait_for(geometry_of(swap), fills) for swap, fills in started.items()}
     of_mask, of_transpose = counted[False], counted[True]
     return None if of_mask is None or of_transpose is None else {False: of_mask, True: of_transpose}

@@ -43,12 +43,13 @@ class KeptChoices:
 
     Attributes:
         whole_tiles: whether masks unlike all of those are served by whole tiles, whose lists the GPU fills.
-        compiled: whether the kernels for all sizes of whole tiles are compiled.
+        compiled: layouts of whole tiles whose kernels are compiled.
     """
 
     def __init__(self) -> None:
         self._by_statistics: dict[Statistics, Kept] = {}
-        self.whole_tiles = self.compiled = False
+        self.whole_tiles = False
+        self.compiled: set[Hashable] = set()
 
     def near(self, statistics: Statistics) -> Kept | None:
         """Return the choice made for the mask that is most alike, None if none was alike enough."""

@@ -142,7 +142,6 @@ class Plan(Numbered):
         self._layout_errors: dict[Hashable, str] = {}
         self._rejected: set[KernelChoice] = set()
         self._serving: dict[tuple[CallSpec, str | None], str] = {}  # calls whose choice was made for another mask
-        self._others: tuple[tuple[KernelChoice, Callable[[], Any]], ...] = ()  # see `take_others`
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
         if device.type != "cuda" and layout is not None:
@@ -151,7 +150,7 @@ class Plan(Numbered):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickles and copies, without stored calls and without the number by which compiled code finds it."""
-        left_out: dict[str, Any] = {"number": 0, "_first": None, "when_grown": None, "gradients": None, "_others": ()}
+        left_out: dict[str, Any] = {"number": 0, "_first": None, "when_grown": None, "gradients": None}
         return self.__dict__ | left_out | {"_calls": {}, "_in_graphs": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -261,11 +260,6 @@ class Plan(Numbered):
         """Say which choice runs a call, if it was made for another mask, and for which; else ""."""
         return self._serving.get((call, None), "")
 
-    def take_others(self) -> tuple[tuple[KernelChoice, Callable[[], Any]], ...]:
-        """Return choices whose kernels later masks need, and what makes their lists, for a call to compile; once."""
-        others, self._others = self._others, ()
-        return others
-
     def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
         """Decide as for an earlier mask of the same structure, or else by surveying this one."""
         geometry = self.geometry if self.device.type == "cuda" else None
@@ -282,7 +276,6 @@ class Plan(Numbered):
                     self._prepared[replace(serves.choice, widened=False)] = serves.prepared
                     self.is_filled = geometry.evaluated.as_tensor(self.q_len, self.kv_len) is None
                     self.note_growth()
-                self._others = serves.others
                 self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
                 return serves.choice
         ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)

@@ -7,10 +7,10 @@ the kernels and fits the constants, which lie with those of the forward kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from stof.kernels.config import KernelConfig
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
+from stof.selection.compiled import compiled_or_best
 from stof.selection.device_model import DEFAULT_DEVICE, BackwardTimes, DeviceModel, load_model
 from stof.selection.mask_geometry import MaskGeometry
 from stof.selection.resources import head_dim_class
@@ -134,43 +135,40 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
 
 
 def best_tiling(
-    call: CallSpec, geometry_of: Callable[[bool], WeighedGeometry], whole_tiles: bool
+    call: CallSpec,
+    geometry_of: Callable[[bool], WeighedGeometry],
+    whole_tiles: bool,
+    compiled: Collection[Hashable] = (),
 ) -> tuple[BackwardTiling, float]:
     """The first of `triton_tilings`, or of those with contiguous columns, rows in order and no row block split.
+
+    Args:
+        call, geometry_of: as for `triton_tilings`.
+        compiled: of `compiled_by`; such sizes are taken unless others are much faster.
 
     Returns:
         The tiling, and its estimated time in microseconds.
     """
-    dq, dkv = (
-        min(_best_variants(kernel, call, geometry_of(swap), whole_tiles), key=lambda variant: variant.us)
-        for kernel, swap in (("dq", False), ("dkv", True))
-    )
+
+    def best(kernel: str, swap: bool) -> _Estimate:
+        variants = {one: one.us for one in _best_variants(kernel, call, geometry_of(swap), whole_tiles)}
+        return compiled_or_best(variants, lambda one: (kernel, one.layout) in compiled)
+
+    dq, dkv = best("dq", False), best("dkv", True)
     return BackwardTiling(dq.layout, dkv.layout, dq.kernel, dkv.kernel), dq.us + dkv.us
 
 
-def whole_tile_tilings(call: CallSpec, first: BackwardTiling | None = None) -> list[BackwardTiling]:
-    """Tilings in which each kernel has each of its tile sizes, in whole tiles as `best_tiling` describes them.
-
-    Args:
-        first: one whose sizes come first, so that it is the first tiling.
-    """
-
-    def sizes(kernel: str, first: tuple[LayoutConfig, str | None] | None) -> list[_Size]:
-        every = [
-            _Size((LayoutConfig(tile.rows, tile.columns), None), KernelConfig(tile.num_warps, tile.num_stages))
-            for tile in tiles_of(kernel, call)
-        ]
-        return sorted(every, key=lambda size: size.layout != first)
-
-    layouts = (None, None) if first is None else (first.dq_layout, first.dkv_layout)
-    dq, dkv = sizes("dq", layouts[0]), sizes("dkv", layouts[1])
-    pairs = ((dq[n % len(dq)], dkv[n % len(dkv)]) for n in range(max(len(dq), len(dkv))))
-    return [BackwardTiling(one.layout, other.layout, one.kernel, other.kernel) for one, other in pairs]
+def compiled_by(tiling: BackwardTiling) -> set[Hashable]:
+    """The kernels that a tiling runs, each with its layout."""
+    return {("dq", tiling.dq_layout), ("dkv", tiling.dkv_layout)}
 
 
-class _Size(NamedTuple):
-    layout: tuple[LayoutConfig, None]
-    kernel: KernelConfig
+def whole_tile_layouts(call: CallSpec) -> dict[bool, list[LayoutConfig]]:
+    """Contiguous layouts of all tile sizes of a call, for dQ, and under True for dK and dV."""
+    return {
+        swap: [LayoutConfig(tile.rows, tile.columns) for tile in tiles_of(kernel, call)]
+        for kernel, swap in (("dq", False), ("dkv", True))
+    }
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _either(words, other_words):
     return words | other_words
 
 
-@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words"])
+@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words", "block_m", "block_n"])
 @no_type_check
 def count_tiles(
     source_ptr,  # numbers of programs, or a bool tensor: see `Source`
@@ -125,8 +125,10 @@ def count_tiles(
     first_start,
     groups,  # of GROUP tiles in a row block
     seen_words,  # words of seen keys of a pattern: 0 for programs
+    block_m,
+    block_n,
     SOURCE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of a bool tensor, as the next two; 0 for programs, so that one kernel serves all sizes
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,16 +145,16 @@ def count_tiles(
         source_ptr = state_ptr + first_number
     block = pid // groups
     first_column = pid % groups * GROUP
-    q0 = block % row_blocks * BLOCK_M
+    q0 = block % row_blocks * block_m
     start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
     if SOURCE == PROGRAM:
         column = first_column + tl.arange(0, GROUP)
         exists = column < columns
-        kv0 = tl.minimum(column, columns - 1) * BLOCK_N
-        last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
-        last_column = tl.minimum(kv0 + BLOCK_N, kv_len) - 1
+        kv0 = tl.minimum(column, columns - 1) * block_n
+        last_row = tl.minimum(q0 + block_m, q_len) - 1
+        last_column = tl.minimum(kv0 + block_n, kv_len) - 1
         nothing, everything = program_bounds(source_ptr, start, q0, last_row, kv0, last_column)
-        full = exists & (everything != 0) & (kv0 + BLOCK_N <= kv_len)
+        full = exists & (everything != 0) & (kv0 + block_n <= kv_len)
         # Bounds may be too wide, but no tile behind the seen keys keeps anything.
         seen = kv_len - tl.load(unseen_ptr + block // row_blocks)
         partial = exists & (nothing == 0) & ~full & (kv0 < seen)

@@ -108,11 +108,13 @@ class TileFill:
             )
         groups = -(-self._columns // group)
         tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
-        rows = source.rows_at_once(self._block_m, self._block_n)
+        tile = (0, 0, 0)
+        if not self._is_program:
+            tile = (self._block_m, self._block_n, source.rows_at_once(self._block_m, self._block_n))
         launch(
             count_kernels.count_tiles, self._blocks * groups, tensors,
-            (*source.strides, *self._sized, groups, self._seen_words),
-            (source.kind, self._block_m, self._block_n, rows, group), device=device,
+            (*source.strides, *self._sized, groups, self._seen_words, self._block_m, self._block_n),
+            (source.kind, *tile, group), device=device,
         )  # fmt: skip
 
     def counts(self) -> tuple[int, int] | None:
