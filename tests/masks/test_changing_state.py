@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import stof
 from stof import masks
 from stof.errors import MaskError, MaskFunctionError, StofError
+from stof.masks import Mask, elementwise, functions
 from stof.testing import assert_attention, make_inputs
 
 LENGTH, HEADS = 40, 2
@@ -468,3 +469,48 @@ def test_the_default_dtype_is_state() -> None:
             torch.set_default_dtype(torch.float32)
         assert_attention(got, None, *INPUTS, kept[-1])
     assert not torch.equal(kept[0], kept[1])
+
+
+def test_functions_that_differ_in_their_tensors_are_traced_as_a_whole_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shared is how the function is called, never what it keeps."""
+    functions.forget_functions()
+    whole: list[object] = []
+    check = elementwise._refuse_reads
+    monkeypatch.setattr(elementwise, "_refuse_reads", lambda fn, *rest: whole.append(fn) or check(fn, *rest))
+
+    def same(ids: Tensor, window: int, flag: bool = False) -> Mask:
+        def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            near = (ids[i] == ids[j]) & (i - j < window)
+            return near & (h > 0) if flag else near
+
+        return masks.from_function(keep)
+
+    def expected(ids: Tensor, window: int) -> Tensor:
+        at = torch.arange(len(ids))
+        return (ids[:, None] == ids) & (at[:, None] - at < window)
+
+    for traced, (length, window) in ((1, (20, 5)), (1, (20, 5)), (2, (20, 6)), (3, (30, 5)), (3, (30, 5))):
+        ids = torch.randint(0, 3, (length,))
+        assert torch.equal(same(ids, window).to_dense(20)[0, 0], expected(ids, window)[:20, :20])
+        assert len(whole) == traced
+    flagged = same(ids, 5, flag=True)
+    assert flagged.dims(1, 4) == (1, 4)
+    assert not same(ids, 5).depends_on_heads
+    int32 = same(ids.int(), 5)
+    assert torch.equal(int32.to_dense(20), same(ids, 5).to_dense(20))
+
+
+def test_a_table_that_is_written_in_ways_that_pytorch_does_not_count() -> None:
+    ids = torch.zeros(20, dtype=torch.int64)
+    mask = masks.from_function(lambda b, h, i, j: ids[i] == ids[j])
+    first = mask.frozen()
+    assert mask.frozen().record is first.record
+    ids.numpy()[10:] = 1
+    second = mask.frozen()
+    assert second.record is not first.record
+    assert second.to_dense(20).sum() == 200
+    assert first.changed()
+    ids.numpy()[10:] = 0
+    assert not first.changed()
+    functions.forget_functions()
+    assert not first.changed()

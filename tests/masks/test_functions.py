@@ -300,7 +300,7 @@ def test_the_largest_tensor_of_a_single_call_is_known() -> None:
         rows = (q + wide[:2]).sum() + (q + wide).sum() + (q + wide[:3]).sum()
         return (rows + (wide[:5] * q * kv).sum() + b) > 4
 
-    elements = elementwise.traits_of(fn, at).elements
+    elements = elementwise.traits_of(fn, at, {}).elements
     assert elements == {
         frozenset({0}): 1, frozenset({1}): 1, frozenset({2}): 7, frozenset({3}): 1,
         frozenset({2, 3}): 5, frozenset({0, 2, 3}): 1,
@@ -315,12 +315,12 @@ def test_functions_inside_of_custom_operators() -> None:
     def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return ((q - kv).abs() <= 3) & (q != 7) | (kv == 0)
 
-    outside = elementwise.traits_of(fn, at)
+    outside = elementwise.traits_of(fn, at, {})
     traits = []
 
     @torch.library.custom_op("stof_test::trace", mutates_args=())
     def trace(x: Tensor) -> Tensor:
-        traits.append(elementwise.traits_of(fn, at))
+        traits.append(elementwise.traits_of(fn, at, {}))
         return x.clone()
 
     trace(index)

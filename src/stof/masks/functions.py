@@ -8,6 +8,7 @@ import dis
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,8 @@ class _Known:
         at: the score it was traced at.
         elementwise: whether to call it on broadcast tensors; else under vmap.
         closed_form: whether to run it on ranges.
-        state: `_state_of` the function when it was traced.
+        read: `_read_by` the function when it was traced.
+        copies: of the tensors in `read`; None where it was not told which of the record's tensors they are.
         compared: which of its evaluations were compared with single calls: on ranges or tensors, and the logarithms of
             the lengths.
     """
@@ -57,17 +59,22 @@ class _Known:
     at: list[Tensor]
     elementwise: bool
     closed_form: bool
-    state: State | None
-    compared: set[tuple[bool, int, int]] = field(default_factory=set)
+    read: _Read | None
+    copies: list[Tensor] | None
+    compared: set[tuple[bool, int, int]]
 
 
 # By function.
 _KNOWN = WeakIdKeyDictionary()
+# By code and numbers, then by operations: functions that differ in their tensors alone are traced as a whole once.
+_ALIKE: dict[Any, dict[tuple[str, ...], _Known]] = {}
+_MOST_ALIKE = 256
 
 
 def forget_functions() -> None:
     """Trace and compare every mask function again at its next use: what it reads may have changed."""
     _KNOWN.clear()
+    _ALIKE.clear()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,12 +263,25 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
 @past_modes
 def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """Trace a function at one score."""
-    state = _state_of(fn)
+    read = _read_by(fn)
+    key = None if read is None else (fn.__code__, read.numbers)
+    alike = _ALIKE.get(key, {})
     with _errors_of(fn):
-        traits = traits_of(fn, at)
-    state = state if state == _state_of(fn) else None  # else another thread changed it meanwhile
+        traits = traits_of(fn, at, {operations: one.traits for operations, one in alike.items()})
+    if read is None or read != _read_by(fn):  # in the latter case another thread changed it meanwhile
+        elementwise = traits.obstacle is None
+        return _Known(_code_of(fn), traits, at, elementwise, elementwise, read=None, copies=None, compared=set())
+    copies = [next((copy for copy in traits.record.tensors if same_bits(x, copy)), None) for x in read.tensors]
+    known_copies = None if None in copies else [copy for copy in copies if copy is not None]
+    like = alike.get(traits.record.operations)
+    if like is not None:
+        return replace(like, traits=traits, at=at, read=read, copies=known_copies)
     elementwise = traits.obstacle is None
-    return _Known(_code_of(fn), traits, at, elementwise, closed_form=elementwise, state=state)
+    known = _Known(fn.__code__, traits, at, elementwise, elementwise, read, known_copies, compared=set())
+    if len(_ALIKE) >= _MOST_ALIKE:
+        _ALIKE.clear()
+    _ALIKE.setdefault(key, {})[traits.record.operations] = known
+    return known
 
 
 @past_modes
@@ -272,15 +292,19 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     callers can compare with `is`. During a capture of a CUDA graph nothing is checked: `last` is returned, and the
     owner of the graph checks it afterwards.
     """
-    known = _known(fn)
+    before = _known_before(fn)
+    known = before or _known(fn)
     if known is None:
         return Record((), ())  # nobody knows what it does: equal to no other
+    present = known.traits.record
     if last is None:
-        last = known.traits.record
+        last = present
+        if before is None:  # traced just now
+            return present
     if in_capture() or not reads_state(fn):
         return last
-    if known.state is not None and known.state == _state_of(fn):
-        return known.traits.record
+    if _reads_the_same(fn, known):
+        return last if last is present or _do_the_same(present, last) else present
     record = None
     with contextlib.suppress(Exception):  # it fails at the old score now (a table shrank), and is traced anew
         if (record := record_of(fn, known.at, last)) is last:
@@ -307,6 +331,14 @@ def reads_state(fn: MaskFunction) -> bool:
     return state is None or any(state[1:])
 
 
+def _reads_the_same(fn: MaskFunction, known: _Known) -> bool:
+    """Whether a function can be told to do what it did when it was traced, from what it reads."""
+    if known.read is None or known.copies is None:
+        return False
+    now = _read_by(fn)
+    return known.read == now and all(map(same_bits, now.tensors, known.copies))
+
+
 # The default dtype; then globals, closure variables and defaults, each by its name, type and text.
 State = tuple[Any, ...]
 
@@ -316,6 +348,34 @@ def _state_of(fn: MaskFunction) -> State | None:
 
     Functions with the same code and the same state do the same.
     """
+    read = _read_by(fn)
+    return None if read is None or read.tensors else read.numbers
+
+
+class _Read:
+    """What decides the result of a function besides its arguments and `torch`.
+
+    Attributes:
+        numbers: as `State`, with tensors by their type alone.
+        tensors: those among them, in order.
+    """
+
+    def __init__(self, numbers: State, tensors: list[Tensor]) -> None:
+        self.numbers, self.tensors = numbers, tensors
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same numbers and the same tensor objects."""
+        return (
+            isinstance(other, _Read)
+            and self.numbers == other.numbers
+            and all(map(operator.is_, self.tensors, other.tensors))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _read_by(fn: MaskFunction) -> _Read | None:
+    """What a function reads; None if it may read more than numbers and tensors."""
     if type(fn) is not FunctionType:
         return None
     names = _globals_of(fn.__code__)
@@ -336,13 +396,14 @@ def _state_of(fn: MaskFunction) -> State | None:
     except ValueError:  # a variable without a value
         return None
     defaults: dict[Any, object] = {**dict(enumerate(fn.__defaults__ or ())), **(fn.__kwdefaults__ or {})}
-    if not all(type(value) in _NUMBERS for values in (read, cells, defaults) for value in values.values()):
+    every = [value for values in (read, cells, defaults) for value in values.values()]
+    if not all(type(value) in _NUMBERS or type(value) is Tensor for value in every):
         return None
     texts = (
-        tuple([(name, type(value), repr(value)) for name, value in values.items()])
+        tuple([(name, type(value), "" if type(value) is Tensor else repr(value)) for name, value in values.items()])
         for values in (read, cells, defaults)
     )
-    return torch.get_default_dtype(), *texts
+    return _Read((torch.get_default_dtype(), *texts), [value for value in every if type(value) is Tensor])
 
 
 # Types whose values cannot change, and are told by their texts.
