@@ -18,16 +18,19 @@ import torch
 from stof import masks
 from stof.layout import LayoutConfig
 from stof.masks import Mask, transposed
-from stof.plans.filled import keep_choice, keep_tiling
+from stof.plans.filled import is_fillable, keep_choice, keep_tiling
 from stof.plans.kept_choices import KeptByStructure, KeptChoices, structure_key
 from stof.selection import CallSpec, KernelChoice, MaskGeometry, candidates
 from stof.selection.backward_tilings import (
     BackwardTiling,
+    best_tiling,
+    compiled_by,
     critical_load,
     head_groups,
     tiles_of,
     triton_tilings,
 )
+from stof.selection.compiled import compiled_or_best
 from stof.selection.cost_model import estimate
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from stof.selection.gpu_choices import for_call, is_l2_bound
@@ -198,21 +201,37 @@ def regrets(
 
 
 def _forward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
+    """The estimates of the choice that serves a mask, and of the best, and whether the mask was surveyed."""
     best = one.ranked[0]
     assert best.estimate_us is not None
     assert best.choice is not None
     near = kept.near(one.geometry.statistics)
     if near is not None and near.choice.row_order in (None, *one.geometry.row_orders):
+        if is_fillable(near.choice):
+            kept.compiled.add(near.choice.layout)
         return one.forward_us(for_call(near.choice, one.call)), best.estimate_us, False
+    if near is None and kept.whole_tiles:
+        whole = {c.choice: c.estimate_us or 0.0 for c in one.ranked if c.choice is not None and is_fillable(c.choice)}
+        choice = compiled_or_best(whole, lambda choice: choice.layout in kept.compiled)
+        kept.compiled.add(choice.layout)
+        kept.keep(one.geometry.statistics, choice, repr(one.mask))
+        return one.forward_us(choice), best.estimate_us, False
     keep_choice(kept, one.geometry, one.ranked, best.choice, repr(one.mask))
     return best.estimate_us, best.estimate_us, True
 
 
 def _backward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
+    """The same for gradients."""
     best = triton_tilings(one.call, one.geometry_of)[0]
     best_us = one.backward_us(best)
     near = kept.near(one.geometry.statistics)
     if near is not None:
+        kept.compiled |= compiled_by(near.choice)
         return one.backward_us(near.choice), best_us, False
+    if kept.whole_tiles:
+        tiling, _ = best_tiling(one.call, one.geometry_of, whole_tiles=True, compiled=kept.compiled)
+        kept.compiled |= compiled_by(tiling)
+        kept.keep(one.geometry.statistics, tiling, repr(one.mask))
+        return one.backward_us(tiling), best_us, False
     keep_tiling(kept, one.call, one.geometry_of, best, repr(one.mask))
     return best_us, best_us, True
