@@ -136,3 +136,22 @@ def test_functions_made_anew_have_one_structure() -> None:
     mixed = outlined(masks.from_dense(keep) & masks.causal())
     assert mixed == outlined(masks.from_dense(~keep) & masks.causal()) != one
     assert not mixed.is_regular
+
+
+def test_structures_that_whole_tiles_suit() -> None:
+    regular = [
+        masks.causal(),
+        masks.sliding_window(5, 5),
+        masks.documents(cu_seqlens=[0, 10, 64]) & masks.causal(),
+        masks.padding([10, 64]) & masks.sliding_window(9),
+    ]
+    others = [
+        masks.dilated_window(8, dilation=2),
+        masks.longformer(4, 2),
+        masks.sliding_window(5) | masks.sink_tokens(2),
+        masks.bigbird(4, 2, blocks=1, block_size=16),
+    ]
+    for mask in (*regular, *others):
+        found = outlined_of(mask, sizes=(2, 1))
+        assert found is not None
+        assert found.is_regular == (mask in regular)

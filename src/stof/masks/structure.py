@@ -44,7 +44,8 @@ class Outline(NamedTuple):
         statistics: numbers by which masks of one structure are compared, as logarithms to base 2: queries, the keys
             that a row keeps on average, and, of one program, those that each test keeps and the longest document. About
             right is enough. None of a dense mask, whose tensor has to be read: see `dense_statistics`.
-        is_regular: whether tiles of one kind suit all masks of the structure; bool tensors may be anything.
+        is_regular: whether whole tiles suit all masks of the structure if they suit one: ranges of distances, documents
+            and ranges of tokens that must all keep a score. Rows that see everything, and scattered keys, do not.
     """
 
     structure: Hashable
@@ -75,7 +76,8 @@ def outline(mask: Mask, evaluated: Mask, q_len: int, kv_len: int, entries: Seque
     kept = [_kept_shares(code, numbers, q_len, kv_len) for code in looked_at]
     compared = len(kept[0]) if len(structures) == 1 else 1
     means = (kv_len * sum(shares[n] for shares in kept) / len(kept) for n in range(compared))
-    return Outline(structures, _octaves(q_len, *means), True)
+    is_regular = all(op in _RANGES for code in codes for op in code[::WIDTH])
+    return Outline(structures, _octaves(q_len, *means), is_regular)
 
 
 def dense_statistics(mask: Mask, q_len: int, kv_len: int) -> tuple[float, ...]:
@@ -207,3 +209,4 @@ _SHARES: dict[int, Callable[[int, int, int, int, int, int], float]] = {
     Op.CHOSEN_BLOCK_OF_KEY: lambda low, high, size, entries, q_len, kv_len: entries * size / q_len,
 }
 _EVERYWHERE = frozenset(_SHARES) - {Op.GRID_ROW}
+_RANGES = frozenset((_AND, _DISTANCE, _DOCUMENT, _QUERY, _KEY))
