@@ -152,7 +152,7 @@ class DynamicPlan(Plan):
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
         self._mask = mask
-        self.geometry = self._origin = self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        self.mask_geometry = self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         self.updates += 1
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
