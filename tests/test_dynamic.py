@@ -16,9 +16,9 @@ import stof
 from stof import masks
 from stof.dynamic.block_topk.buffers import block_buffers
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
-from stof.dynamic.dense import buffers as runtime
+from stof.dynamic.dense.buffers import dense_buffers
 from stof.dynamic.mask_buffers import core_of, fill_buffers
-from stof.dynamic.sizes import DynamicSizes, int_zeros
+from stof.dynamic.sizes import DynamicSizes
 from stof.dynamic.vertical_slash.buffers import vertical_slash_buffers
 from stof.errors import (
     ArgumentError,
@@ -84,7 +84,7 @@ def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None
         chosen = block_buffers(problem, core.k, core.block_size, core.causal, DEVICE)
         chosen.use_work(captured=False)
         return chosen
-    return runtime.dense_buffers(problem, density, int_zeros(DEVICE)(problem.patterns))
+    return dense_buffers(problem, density, DEVICE)
 
 
 def assert_exact(mask: Mask, q_len: int, kv_len: int, buffers: WorkBuffers) -> None:

@@ -1,7 +1,7 @@
 """Work and tile lists rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
 
 `WorkBuffers` own the lists, whose addresses and sizes never change, so attention and building may both be captured
-in a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
+in a CUDA graph. `fill` writes them anew. What does not fit sets a flag and turns the rows concerned to NaN.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
-from stof.errors import ArgumentError
+from stof.kernels.common import parts_of
 from stof.kernels.hopper.tile_lists import TILE_RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
@@ -88,11 +88,6 @@ class WorkBuffers:
     pending_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
     backward: dict[int, BackwardLists] = field(default_factory=dict)
 
-    @property
-    def tiles(self) -> int:
-        """How many tiles there is room for."""
-        return len(self.work.partial_columns) - 2
-
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
         held = [tensor for lists in self.backward.values() for tensor in lists.tensors()]
@@ -104,6 +99,10 @@ class WorkBuffers:
         if launches is None:
             launches = self.launches[key] = make()
         return launches
+
+    def fill(self, *tensors: Tensor) -> None:
+        """Write the lists in use from a mask's tensors, as `mask_tensors` gives them; the host is not asked."""
+        raise NotImplementedError
 
     def work_launches(self) -> tuple[Launch, ...]:
         """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
@@ -177,7 +176,7 @@ class WorkBuffers:
         if device.type == "cuda" and not in_capture():
             torch.cuda.current_stream(device).synchronize()
 
-    def fill(self) -> None:
+    def fill_lists(self) -> None:
         """Fill the lists in use from what an update has read of the mask."""
         for fill in self.filled.values():
             fill()
@@ -218,11 +217,7 @@ def empty_work(
     """
     block_m, block_n, patterns = problem.block_m, problem.block_n, problem.patterns
     width = 1 if contiguous_tiles else block_n
-    if max((tiles + 2) * width, bitmaps * block_m * 4) >= 2**31:
-        raise ArgumentError(
-            f"{tiles} tiles of {block_m}x{block_n} are more than a plan can hold; give a smaller `density`, or fewer "
-            "indices, batch entries or heads"
-        )
+    problem.check_offsets(tiles, width, bitmaps)
 
     zeros = int_zeros(device)
     columns = zeros(tiles + 2, width)
@@ -257,33 +252,38 @@ def empty_work(
     )
 
 
-class WorkPartition(NamedTuple):
-    """Fields of `TileLists` that say who computes what, and int32 `[P * R + 1]`, items before each row block."""
+def empty_lists(
+    work: Work, counts: TileCounts, split_tiles: int, tile_columns: Tensor, **fields: Any
+) -> tuple[TileLists, Tensor]:
+    """Lists for the Hopper kernel, and int32 `[P * R + 1]`, items before each row block.
 
-    items: Tensor
-    item_ptr: Tensor
-    ranges: Tensor
-    chunks: int
-    first_item: Tensor
-
-
-def partition_items(
-    partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device
-) -> WorkPartition:
-    """Divide row blocks into items. Until the lists are filled, each item's rows become NaN.
+    Until the lists are filled, each item's rows become NaN.
 
     Args:
-        partial, full: int64 `[P, R]`, how many tiles of either kind row blocks are taken to have.
+        work: lists of the same problem.
+        counts: how many tiles of either kind row blocks are taken to have; they are divided into items by that.
         split_tiles: see `make_tile_lists`.
-        nothing: the tile that keeps nothing.
-        device: where the lists are.
+        tile_columns, fields: of the lists; the last two tiles keep nothing.
     """
-    tiles = (partial + full).flatten()
-    patterns, row_blocks = partial.shape
+    device, nothing = tile_columns.device, len(tile_columns) - 2
+    tiles = (counts.partial + counts.full).flatten()
+    first_item = torch.nn.functional.pad(parts_of(tiles, split_tiles).cumsum(0), (1, 0)).int()
     pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-    items, item_ptr, chunks = split_items(pointers, partial.flatten(), patterns, split_tiles, nothing)
-    owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
-    first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
+    items, item_ptr, chunks = split_items(pointers, counts.partial.flatten(), len(counts.partial), split_tiles, nothing)
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, NAN_BITS], dtype=torch.int32)
-    ranges = ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device)
-    return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))
+    lists = TileLists(
+        pattern_of=work.pattern_of,
+        items=items,
+        item_ptr=item_ptr,
+        tile_columns=tile_columns,
+        tile_bitmap=int_zeros(device)(nothing + 3),
+        row_order=int_zeros(device)(0),
+        ranges=ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device),
+        q_len=work.q_len,
+        kv_len=work.kv_len,
+        row_step=1,
+        column_step=1,
+        chunks=chunks,
+        **fields,
+    )
+    return lists, first_item.to(device)

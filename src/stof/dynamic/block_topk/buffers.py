@@ -8,15 +8,16 @@ in the lists, what each item computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists
-from stof.dynamic.block_topk.backward import block_backward_lists, fill_block_backward
-from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.dynamic.block_topk.backward import block_backward_lists
+from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
+from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
@@ -26,6 +27,7 @@ from stof.kernels.packed_integers import run_column
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
+from stof.masks.dynamic import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -46,21 +48,6 @@ def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
 def _paired(config: LayoutConfig, block_size: int) -> bool:
     """Whether each half of a tile is a block of its own."""
     return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
-
-
-def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
-    """Every bitmap of `width` columns: bool `[3 + 2 * width / block_m, block_m, width]`.
-
-    The first keeps nothing. The one at `1 + 2 * place + tail` keeps what a causal mask does in tiles that begin
-    `place * block_m - width` columns after their row block (at place 0 that is everything), and with a tail only
-    columns before `kv_len`, in the tile that holds the last of them.
-    """
-    row, column = torch.arange(block_m)[:, None], torch.arange(width)[None, :]
-    keep = [torch.zeros(block_m, width, dtype=torch.bool)]
-    for place in range(1 + width // block_m):
-        causal = column + place * block_m - width <= row
-        keep += [causal, causal & (column < kv_len % width)]
-    return torch.stack(keep)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,6 +71,17 @@ class BlockBuffers(WorkBuffers):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.chosen, self.count, self.bad)
 
+    def fill(self, *tensors: Tensor) -> None:
+        """Choose blocks by scores, float `[B | 1, H | 1, query blocks, key blocks]`, and fill the lists in use."""
+        (scores,) = tensors
+        key = (scores.shape, scores.stride(), scores.dtype)
+        (select,) = self.launched(key, lambda: (_selecting(self, scores),))
+        self.bad.zero_()
+        select(scores)
+        self.fill_lists()
+        for lists in self.backward.values():
+            lists.fill()
+
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
 
@@ -93,17 +91,18 @@ class BlockBuffers(WorkBuffers):
         problem, work = self.problem, self.work
         slots = _slots(problem, self.k, self.block_size)
         fill = Launch(
-            kernels.block_fill,
+            kernels.fill_work,
             problem.patterns * problem.row_blocks,
             (
                 self.chosen, self.count, self.bad, work.items, work.first_columns, work.partial_columns,
-                work.partial_bitmap, work.bitmaps,
+                work.partial_bitmap,
             ),
             (problem.row_blocks, self.chosen.shape[1], self.k, slots, problem.q_len, problem.kv_len),
             (
                 self.block_size, self.causal, problem.block_m, problem.block_n,
                 min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
             ),
+            num_warps=1,
         )  # fmt: skip
         return (fill,)
 
@@ -111,9 +110,7 @@ class BlockBuffers(WorkBuffers):
         return min(size, self.block_size)
 
     def backward_lists(self, size: int) -> BackwardLists:
-        return block_backward_lists(
-            self.problem, self.work.pattern_of, self.chosen.numel(), self.block_size, self.causal, size
-        )
+        return block_backward_lists(self, size)
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
@@ -162,7 +159,7 @@ class BlockBuffers(WorkBuffers):
         paired = _paired(config, self.block_size)
         slots = -(-self.k * self.block_size // config.block_n) + 1
         nothing = counts.full.numel() * slots
-        keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+        keep = kept_by_place(config.block_m, config.block_n // (1 + paired), problem.kv_len)
         if paired:  # every one on the left, with every one on the right
             bitmaps = len(keep)
             keep = torch.cat([keep.repeat_interleave(bitmaps, 0), keep.repeat(bitmaps, 1, 1)], 2)
@@ -173,30 +170,13 @@ class BlockBuffers(WorkBuffers):
         columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
         columns[nothing:] = run_column(spare) if paired else spare
-        dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
-        empty = zeros(0)
-        lists = TileLists(
-            pattern_of=self.work.pattern_of,
-            items=dealt.items,
-            item_ptr=dealt.item_ptr,
-            tile_columns=columns,
-            # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
-            tile_bitmap=zeros(nothing + 3),
-            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
-            row_order=empty,
-            ranges=dealt.ranges,
-            compacted_keys=empty,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            slab=_SLAB if paired else 0,
-            row_step=1,
-            column_step=1,
-            chunks=dealt.chunks,
-            has_full=1,
-        )
-        return FilledTiles(lists, (dealt.first_item,), (_hopper_fill(self, lists, dealt.first_item, slots, nothing),))
+        # A partial tile is its item's first, whose bitmap comes with the item: `tile_bitmap` is never applied.
+        lists, first_item = empty_lists(
+            self.work, counts, split_tiles, columns,
+            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device), compacted_keys=zeros(0),
+            block_m=config.block_m, block_n=config.block_n, slab=_SLAB if paired else 0, has_full=1,
+        )  # fmt: skip
+        return FilledTiles(lists, (first_item,), (_hopper_fill(self, lists, first_item, slots, nothing),))
 
 
 def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:
@@ -205,11 +185,10 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
     query_blocks = -(-problem.q_len // block_size)
 
     zeros = int_zeros(device)
+    work = empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=0, contiguous_tiles=True)
     return BlockBuffers(
         problem=problem,
-        work=empty_work(
-            problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, contiguous_tiles=True
-        ),
+        work=replace(work, bitmaps=bitmaps_of(problem.block_m, problem.block_n, problem.kv_len).to(device)),
         flags=zeros(problem.patterns),
         k=k,
         block_size=block_size,
@@ -221,28 +200,11 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
 
 
 def _slots(problem: DynamicSizes, k: int, block_size: int) -> int:
-    """Tiles of a row block: two partial ones, then full ones."""
-    return k * (block_size // problem.block_n) + 2
+    """Tiles of a row block: a partial one, then full ones."""
+    return k * (block_size // problem.block_n) + 1
 
 
-def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
-    """Choose blocks, and fill the lists in use.
-
-    Args:
-        buffers: from `block_buffers`.
-        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
-        nan_bit: the flag for NaN scores.
-    """
-    key = (scores.shape, scores.stride(), scores.dtype)
-    (select,) = buffers.launched(key, lambda: (_selecting(buffers, scores, nan_bit),))
-    buffers.bad.zero_()
-    select(scores)
-    buffers.fill()
-    for lists in buffers.backward.values():
-        fill_block_backward(lists, buffers.chosen, buffers.count, buffers.bad, buffers.block_size)
-
-
-def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
+def _selecting(buffers: BlockBuffers, scores: Tensor) -> Launch:
     import triton
 
     from stof.dynamic.block_topk import triton_kernels as kernels
@@ -256,7 +218,7 @@ def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
         buffers.problem.patterns * query_blocks,
         (buffers.chosen, buffers.count, buffers.bad, buffers.flags),
         (*strides, buffers.problem.mask_heads, query_blocks, key_blocks, buffers.k),
-        (nan_bit, buffers.causal, width),
+        (NOT_A_NUMBER, buffers.causal, width),
         # A warp by itself sums without waiting for others, some 34 times in a row.
         num_warps=max(1, min(16, width // 1024)),
     )
