@@ -24,13 +24,14 @@ class BackwardLists:
     Attributes:
         dq, dkv: what the kernels read.
         tables: other memory that `fill` writes.
-        fill: writes the lists; takes the mask's tensors.
+        fill: writes the lists; takes the mask's tensors. Without a reference to the buffers that hold it, which would
+            be a cycle and keep their memory.
     """
 
     dq: BackwardTiles
     dkv: BackwardTiles
     tables: tuple[Tensor, ...]
-    fill: Callable[..., None]
+    fill: Callable[[Tensor], None]
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors."""

@@ -22,8 +22,9 @@ from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
 from stof.kernels.triton.work_list import WORK_ITEM, Work
 from stof.layout import LayoutConfig
-from stof.layout.survey import TileCounts
-from stof.runtime.memory import in_capture, outside_graph_pool
+from stof.layout.survey import Survey, TileCounts
+from stof.runtime.memory import in_capture, outside_graph_pool, tensors_on_host
+from stof.selection.mask_geometry import Geometry
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -61,8 +62,8 @@ class FilledTiles:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WorkBuffers:
-    """Lists of fixed size for the work of one problem.
+class WorkBuffers(Geometry):
+    """Lists of fixed size for the work of one problem, and what the selector asks of them.
 
     Attributes:
         problem: its sizes.
@@ -119,6 +120,13 @@ class WorkBuffers:
     def counts(self, config: LayoutConfig) -> TileCounts:
         """Tiles of row blocks as far as can be told beforehand, for the cost model."""
         raise NotImplementedError
+
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        del row_order
+        with tensors_on_host():
+            counts = {geometry: self.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, self.problem.q_len), self.problem.kv_len)
+        return Survey(counts, kept, self.problem.mask_batch, self.problem.mask_heads)
 
     def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
         """Lists for the Hopper kernel.

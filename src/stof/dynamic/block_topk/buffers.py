@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists
-from stof.dynamic.block_topk.backward import block_backward_lists
+from stof.dynamic.backward_lists import BackwardLists, empty_tiles
 from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
 from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
@@ -24,6 +23,7 @@ from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.kernels.packed_integers import run_column
+from stof.kernels.triton.backward_tiles import BackwardTiles
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
@@ -80,7 +80,7 @@ class BlockBuffers(WorkBuffers):
         select(scores)
         self.fill_lists()
         for lists in self.backward.values():
-            lists.fill()
+            lists.fill(scores)
 
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
@@ -110,7 +110,21 @@ class BlockBuffers(WorkBuffers):
         return min(size, self.block_size)
 
     def backward_lists(self, size: int) -> BackwardLists:
-        return block_backward_lists(self, size)
+        """Tiles lie within blocks: which are listed follows from what is chosen, what they keep from their place."""
+        chosen, count, key_blocks = self.chosen, self.count, -(-self.problem.kv_len // self.block_size)
+        # In each row, the last place is that of blocks that are not chosen.
+        taken = torch.zeros(*count.shape, key_blocks + 1, dtype=torch.int8, device=count.device)
+        layouts = [_backward_lists(self, size, taken, transposed) for transposed in (False, True)]
+
+        def fill(_: Tensor) -> None:
+            is_chosen = torch.arange(chosen.shape[2], device=count.device) < count[..., None]
+            taken.zero_().scatter_(2, torch.where(is_chosen, chosen, key_blocks).long(), 1)
+            for tiles, count_tiles, write_tiles in layouts:
+                count_tiles()
+                tiles.row_block_ptr[1:].cumsum_(0)
+                write_tiles()
+
+        return BackwardLists(layouts[0][0], layouts[1][0], (taken,), fill)
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
@@ -241,3 +255,33 @@ def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, sl
         ),
         num_warps=1,
     )  # fmt: skip
+
+
+def _backward_lists(
+    buffers: BlockBuffers, size: int, taken: Tensor, transposed: bool
+) -> tuple[BackwardTiles, Launch, Launch]:
+    """Lists of one layout, and the launches that count their tiles and write them."""
+    from stof.dynamic.block_topk.triton_kernels import list_tiles
+    from stof.runtime.launch import Launch
+
+    problem, per_block = buffers.problem.in_squares(size, transposed=transposed), buffers.block_size // size
+    room = buffers.chosen.numel() * per_block**2
+    problem.check_offsets(room, size, 0)
+    zeros = int_zeros(taken.device)
+    bitmaps = bitmaps_of(size, size, problem.kv_len, transposed).to(taken.device)
+    tiles = empty_tiles(
+        problem, buffers.work.pattern_of, zeros(room + 2, size), zeros(room + 2), bitmaps, contiguous=True,
+        last_first=not transposed,
+    )  # fmt: skip
+    strides = (taken.stride(0), taken.stride(2), taken.stride(1)) if transposed else taken.stride()
+    count_tiles, write_tiles = (
+        Launch(
+            list_tiles,
+            problem.patterns * problem.row_blocks,
+            (taken, buffers.bad, tiles.row_block_ptr, tiles.partial_count, tiles.columns, tiles.tile_bitmap),
+            (*strides, problem.row_blocks, problem.q_len, problem.kv_len),
+            (per_block, buffers.causal, transposed, size, _TILES_AT_ONCE, write),
+        )
+        for write in (False, True)
+    )
+    return tiles, count_tiles, write_tiles

@@ -64,15 +64,17 @@ class DenseBuffers(WorkBuffers):
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
-        device = self.flags.device
+        flags = self.flags
         dq, dkv = (
-            _empty_lists(self.problem.in_squares(size, transposed=transposed), self.density, device, not transposed)
+            _empty_lists(
+                self.problem.in_squares(size, transposed=transposed), self.density, flags.device, not transposed
+            )
             for transposed in (False, True)
         )
 
         def fill(keep: Tensor) -> None:
-            _list_tiles(dq, keep, self.flags)
-            _list_tiles(dkv, keep, self.flags, transposed=True)
+            _list_tiles(dq, keep, flags)
+            _list_tiles(dkv, keep, flags, transposed=True)
 
         return BackwardLists(dq.tiles, dkv.tiles, (dq.owner, dkv.owner), fill)
 
