@@ -16,8 +16,7 @@ from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
-from stof.kernels.common import parts_of
-from stof.kernels.hopper.tile_lists import TILE_RANGE, TileLists, split_items
+from stof.kernels.hopper.tile_lists import TILE_ITEM, TILE_RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
 from stof.kernels.triton.work_list import WORK_ITEM, Work
@@ -275,9 +274,10 @@ def empty_lists(
     """
     device, nothing = tile_columns.device, len(tile_columns) - 2
     tiles = (counts.partial + counts.full).flatten()
-    first_item = torch.nn.functional.pad(parts_of(tiles, split_tiles).cumsum(0), (1, 0)).int()
     pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
     items, item_ptr, chunks = split_items(pointers, counts.partial.flatten(), len(counts.partial), split_tiles, nothing)
+    begins = (items[:, TILE_ITEM.chunk] == 0).nonzero()[:, 0]
+    first_item = torch.nn.functional.pad(begins, (0, 1), value=len(items)).int()
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, NAN_BITS], dtype=torch.int32)
     lists = TileLists(
         pattern_of=work.pattern_of,
