@@ -487,7 +487,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     plan.update(mask, stream=side)
     assert logged()[-3:] == ["side is recorded", "held for side", "main waits for what side did"]
     # Calls that fill lists themselves wait for calls that read them.
-    plan._buffers.captured_fills["lists"] = lambda: log.append(f"filled on {current[-1].name}")
+    plan._buffers.captured_fills["lists"] = (lambda: log.append(f"filled on {current[-1].name}"),)
     plan.find_call(*call)
     assert logged() == ["main waits for side", "filled on main", "main is recorded"]
     with on(third):

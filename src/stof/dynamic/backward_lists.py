@@ -78,9 +78,6 @@ def empty_tiles(
         block_n=problem.block_n,
         rows=problem.q_len,
         row_blocks=row_blocks,
-        slots=0,
-        has_partial=True,
-        has_full=True,
         full_contiguous=contiguous,
         has_nan=True,
     )

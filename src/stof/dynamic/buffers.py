@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +28,16 @@ from stof.selection.mask_geometry import Geometry
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
 
+# What fills lists, in their order.
+Launches = tuple[Callable[[], None], ...]
+
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
 # The implementations whose lists buffers hold.
 HOPPER, BLOCK_WISE = "hopper", "block_wise"
 
 
-@dataclass(frozen=True, eq=False)
-class FilledTiles:
+class HopperLists(NamedTuple):
     """Lists for one shape of tiles, and what fills them.
 
     Attributes:
@@ -47,17 +49,6 @@ class FilledTiles:
     lists: TileLists
     tables: tuple[Tensor, ...]
     launches: tuple[Launch, ...]
-
-    def fill(self) -> None:
-        """Write the lists of the present mask."""
-        for launch in self.launches:
-            launch()
-
-    def bytes(self) -> int:
-        """Memory on the device."""
-        device = self.lists.ranges.device
-        held = {t.data_ptr(): t for t in (*tensors_of(self.lists), *self.tables) if t.device == device}
-        return sum(t.numel() * t.element_size() for t in held.values())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,11 +72,11 @@ class WorkBuffers(Geometry):
     problem: DynamicSizes
     work: Work
     flags: Tensor
-    launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
-    hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
-    filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    captured_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    pending_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    launches: dict[Hashable, Launch] = field(default_factory=dict)
+    hopper: dict[tuple[LayoutConfig, int], HopperLists] = field(default_factory=dict)
+    filled: dict[Hashable, Launches] = field(default_factory=dict)
+    captured_fills: dict[Hashable, Launches] = field(default_factory=dict)
+    pending_fills: dict[Hashable, Launches] = field(default_factory=dict)
     backward: dict[int, BackwardLists] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -93,18 +84,18 @@ class WorkBuffers(Geometry):
         held = [tensor for lists in self.backward.values() for tensor in lists.tensors()]
         return (*tensors_of(self.work), self.flags, *held)
 
-    def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        """Launches for tensors of some shapes and strides, made once."""
-        launches = self.launches.get(key)
-        if launches is None:
-            launches = self.launches[key] = make()
-        return launches
+    def launched(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The launch for tensors of some shapes and strides, made once."""
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = make()
+        return launch
 
     def fill(self, *tensors: Tensor) -> None:
         """Write the lists in use from a mask's tensors, as `mask_tensors` gives them; the host is not asked."""
         raise NotImplementedError
 
-    def work_launches(self) -> tuple[Launch, ...]:
+    def work_launches(self) -> Launches:
         """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
         return ()
 
@@ -127,7 +118,7 @@ class WorkBuffers(Geometry):
             kept = torch.full((1, self.problem.q_len), self.problem.kv_len)
         return Survey(counts, kept, self.problem.mask_batch, self.problem.mask_heads)
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
         """Lists for the Hopper kernel.
 
         Raises:
@@ -145,13 +136,7 @@ class WorkBuffers(Geometry):
 
     def use_work(self, captured: bool) -> None:
         """See to it that `work` is filled, now and later; `captured` says whether an update was captured before."""
-        launches = self.work_launches()
-
-        def fill() -> None:
-            for launch in launches:
-                launch()
-
-        self._use(BLOCK_WISE, fill, captured)
+        self._use(BLOCK_WISE, self.work_launches(), captured)
 
     def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
         """The same for the Hopper kernel's lists, which are made when first used.
@@ -164,16 +149,16 @@ class WorkBuffers(Geometry):
         if filled is None:
             filled = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
             self.hopper[key] = filled
-        self._use(key, filled.fill, captured)
+        self._use(key, filled.launches, captured)
         return filled.lists
 
-    def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
+    def _use(self, key: Hashable, launches: Launches, captured: bool) -> None:
         if key in self.filled or key in self.captured_fills:
             return
-        fill()
-        (self.captured_fills if captured else self.filled)[key] = fill
+        _run({key: launches})
+        (self.captured_fills if captured else self.filled)[key] = launches
         if not captured and in_capture():
-            self.pending_fills[key] = fill
+            self.pending_fills[key] = launches
         else:
             self._complete()
 
@@ -185,8 +170,7 @@ class WorkBuffers(Geometry):
 
     def fill_lists(self) -> None:
         """Fill the lists in use from what an update has read of the mask."""
-        for fill in self.filled.values():
-            fill()
+        _run(self.filled)
 
     @property
     def calls_fill(self) -> bool:
@@ -195,17 +179,24 @@ class WorkBuffers(Geometry):
 
     def run_pending_fills(self) -> None:
         """Fill the lists that updates may have left as they were; launched before every call."""
-        for fill in (*self.captured_fills.values(), *self.pending_fills.values()):
-            fill()
+        _run(self.captured_fills)
+        _run(self.pending_fills)
         if self.pending_fills and not in_capture():
             self.pending_fills.clear()
             self._complete()
 
     def bytes(self) -> int:
         """Memory of all lists."""
-        held = {t.data_ptr(): t for t in self.tensors()}
-        tiles = sum(tiles.bytes() for tiles in self.hopper.values())
-        return sum(t.numel() * t.element_size() for t in held.values()) + tiles
+        device = self.flags.device
+        hopper = [t for made in self.hopper.values() for t in (*tensors_of(made.lists), *made.tables)]
+        held = {t.data_ptr(): t for t in (*self.tensors(), *hopper) if t.device == device}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _run(fills: dict[Hashable, Launches]) -> None:
+    for launches in fills.values():
+        for launch in launches:
+            launch()
 
 
 def empty_work(
@@ -246,11 +237,6 @@ def empty_work(
         block_n=block_n,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
-        chunks=0,
-        splits=0,
-        has_partial=1,
-        has_full=1,
-        full_runs=0,
         has_nan_items=1,
         shared=int(shared),
         contiguous_tiles=int(contiguous_tiles),
@@ -289,8 +275,6 @@ def empty_lists(
         ranges=ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device),
         q_len=work.q_len,
         kv_len=work.kv_len,
-        row_step=1,
-        column_step=1,
         chunks=chunks,
         **fields,
     )

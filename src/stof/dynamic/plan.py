@@ -76,6 +76,7 @@ class DynamicPlan(Plan):
         if device.type == "cuda":
             with tensors_on_host():
                 self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+            self.geometry = self._buffers
             self.gradients = DynamicGradients(self, self._buffers)
         self._take(mask)
 

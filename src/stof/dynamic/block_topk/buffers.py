@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists, empty_tiles
 from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
-from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_lists, empty_work
+from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
@@ -75,7 +75,7 @@ class BlockBuffers(WorkBuffers):
         """Choose blocks by scores, float `[B | 1, H | 1, query blocks, key blocks]`, and fill the lists in use."""
         (scores,) = tensors
         key = (scores.shape, scores.stride(), scores.dtype)
-        (select,) = self.launched(key, lambda: (_selecting(self, scores),))
+        select = self.launched(key, lambda: _selecting(self, scores))
         self.bad.zero_()
         select(scores)
         self.fill_lists()
@@ -155,7 +155,7 @@ class BlockBuffers(WorkBuffers):
         shape = (problem.patterns, row_blocks)
         return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
         """Lists for the Hopper kernel.
 
         Args:
@@ -188,9 +188,9 @@ class BlockBuffers(WorkBuffers):
         lists, first_item = empty_lists(
             self.work, counts, split_tiles, columns,
             bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device), compacted_keys=zeros(0),
-            block_m=config.block_m, block_n=config.block_n, slab=_SLAB if paired else 0, has_full=1,
+            block_m=config.block_m, block_n=config.block_n, slab=_SLAB if paired else 0,
         )  # fmt: skip
-        return FilledTiles(lists, (first_item,), (_hopper_fill(self, lists, first_item, slots, nothing),))
+        return HopperLists(lists, (first_item,), (_hopper_fill(self, lists, first_item, slots, nothing),))
 
 
 def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:

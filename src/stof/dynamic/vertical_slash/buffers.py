@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_lists, empty_work
+from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
@@ -79,8 +79,7 @@ class SlashBuffers(WorkBuffers):
         """
         vertical, slash = (indices.contiguous() for indices in tensors)
         key = (vertical.shape, vertical.dtype, slash.shape, slash.dtype)
-        (tables,) = self.launched(key, lambda: (_reading(self, vertical, slash),))
-        tables(vertical, slash)
+        self.launched(key, lambda: _reading(self, vertical, slash))(vertical, slash)
         self.fill_lists()
 
     def work_launches(self) -> tuple[Launch, ...]:
@@ -143,7 +142,7 @@ class SlashBuffers(WorkBuffers):
         partial = partial.expand(problem.patterns, -1)
         return TileCounts(partial, torch.zeros_like(partial))
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
         """Lists for the Hopper kernel.
 
         Raises:
@@ -170,7 +169,7 @@ class SlashBuffers(WorkBuffers):
             block_m=BLOCK, block_n=BLOCK, slab=BLOCK, has_full=0,
         )  # fmt: skip
         tables = (zeros(problem.patterns, 2, n), zeros(problem.patterns, 2, n), zeros(problem.patterns), first_item)
-        return FilledTiles(lists, tables, _hopper_fills(self, lists, tables, slots, own_bitmaps, nothing))
+        return HopperLists(lists, tables, _hopper_fills(self, lists, tables, slots, own_bitmaps, nothing))
 
 
 def vertical_slash_buffers(

@@ -107,11 +107,11 @@ class TileLists:
     block_n: int
     q_len: int
     kv_len: int
-    slab: int
-    row_step: int
-    column_step: int
-    chunks: int
-    has_full: int
+    slab: int = 0
+    row_step: int = 1
+    column_step: int = 1
+    chunks: int = 0
+    has_full: int = 1
     exact_tiles: int = 1
     paired: int = 0
 

@@ -81,10 +81,10 @@ class BackwardTiles:
     block_n: int
     rows: int
     row_blocks: int
-    slots: int
-    has_partial: bool
-    has_full: bool
-    full_contiguous: bool
+    slots: int = 0
+    has_partial: bool = True
+    has_full: bool = True
+    full_contiguous: bool = True
     has_nan: bool = False
 
 

@@ -101,11 +101,11 @@ class Work:
     block_n: int
     q_len: int
     kv_len: int
-    chunks: int
-    splits: int
-    has_partial: int
-    has_full: int
-    full_runs: int
+    chunks: int = 0
+    splits: int = 0
+    has_partial: int = 1
+    has_full: int = 1
+    full_runs: int = 0
     has_nan_items: int = 0
     shared: int = 0
     contiguous_tiles: int = 0
