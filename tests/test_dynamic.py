@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -306,6 +308,24 @@ def test_plans(kind: str) -> None:
     plan.check()
     assert plan.bytes() > 0
     assert repr(plan).startswith("DynamicPlan(")
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense"])
+def test_memory_is_freed_with_its_last_reference(kind: str) -> None:
+    """Lists take most of a GPU's memory that a plan has: no cycle keeps them until Python collects it."""
+    mask = example(kind)
+    buffers = buffers_of(mask, 90, 90)
+    if kind != "vertical_slash":
+        buffers.backward[BLOCK] = buffers.backward_lists(BLOCK)
+    fill_buffers(buffers, mask)
+    columns = weakref.ref(buffers.work.partial_columns)
+    gc.disable()
+    try:
+        del buffers
+        assert columns() is None
+    finally:
+        gc.enable()
 
 
 def test_a_refused_update_leaves_the_plan_as_it_was() -> None:

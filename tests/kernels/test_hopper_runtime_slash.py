@@ -220,5 +220,5 @@ def test_what_is_refused() -> None:
     for q_len, kv_len, reason in ((100, 100, "whole row blocks of 64, not 100"), (64, 65, "to the last query, not 65")):
         with pytest.raises(UnfitLayoutError, match=reason):
             buffers_of(mask, q_len, kv_len).use_hopper(TILE, 0, captured=False)
-    with pytest.raises(UnfitLayoutError, match="is not what vertical_slash takes"):
+    with pytest.raises(UnfitLayoutError, match="does not fit masks like these"):
         buffers_of(mask, 64).use_hopper(LayoutConfig(128, 128), 0, captured=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
+from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TILE_ITEM, TILE_RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
@@ -119,10 +120,10 @@ class WorkBuffers(Geometry):
         return Survey(counts, kept, self.problem.mask_batch, self.problem.mask_heads)
 
     def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
-        """Lists for the Hopper kernel.
+        """Lists for the Hopper kernel, in a shape of tiles that it serves; `split_tiles` as for `make_tile_lists`.
 
         Raises:
-            UnfitLayoutError: it refuses.
+            UnfitLayoutError: more tiles than 32-bit offsets reach.
         """
         raise NotImplementedError
 
@@ -147,6 +148,9 @@ class WorkBuffers(Geometry):
         key = (config, split_tiles)
         filled = self.hopper.get(key)
         if filled is None:
+            refused = self.hopper_refusals()
+            if refused or not self.hopper_serves(config):
+                raise UnfitLayoutError(next(iter(refused), f"{config} does not fit masks like these, made at run time"))
             filled = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
             self.hopper[key] = filled
         self._use(key, filled.launches, captured)

@@ -179,20 +179,16 @@ class DynamicPlan(Plan):
         if not any(every_flags):
             return
         self._buffers.flags.zero_()
-        lines = []
+        lines, advice = [], ""
         for number, flags in enumerate(every_flags):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
                     reasons.append("more tiles than there is room for")
+                    advice = "; for more room, make the plan with a larger `density`"
                 b, h = divmod(number, self.mask_heads)
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
-        advice = (
-            "; for more room, make the plan with a larger `density`"
-            if any(flags & OVERFLOW for flags in every_flags)
-            else ""
-        )
         raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
 
     @property

@@ -38,13 +38,6 @@ _TILES_AT_ONCE = 64
 _SLAB = 16
 
 
-def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
-    """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
-    if _paired(config, block_size):
-        return True
-    return config.slab is None and config.block_m <= config.block_n <= block_size
-
-
 def _paired(config: LayoutConfig, block_size: int) -> bool:
     """Whether each half of a tile is a block of its own."""
     return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
@@ -137,7 +130,10 @@ class BlockBuffers(WorkBuffers):
         return tuple(refusals)
 
     def hopper_serves(self, config: LayoutConfig) -> bool:
-        return fits_blocks(config, self.block_size)
+        """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
+        if _paired(config, self.block_size):
+            return True
+        return config.slab is None and config.block_m <= config.block_n <= self.block_size
 
     def counts(self, config: LayoutConfig) -> TileCounts:
         """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
@@ -156,18 +152,6 @@ class BlockBuffers(WorkBuffers):
         return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
 
     def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
-        """Lists for the Hopper kernel.
-
-        Args:
-            config: a shape of tiles that `fits_blocks`.
-            split_tiles: see `make_tile_lists`.
-
-        Raises:
-            UnfitLayoutError: see `hopper_refusals`.
-        """
-        refused = self.hopper_refusals()
-        if refused or not fits_blocks(config, self.block_size):
-            raise UnfitLayoutError(next(iter(refused), f"{config} does not divide blocks of {self.block_size}"))
         problem, device = self.problem, self.flags.device
         counts = self.counts(config)
         paired = _paired(config, self.block_size)
