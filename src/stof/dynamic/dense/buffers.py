@@ -64,16 +64,15 @@ class DenseBuffers(WorkBuffers):
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
-        flags = self.flags
-        dq, dkv = (
-            _empty_lists(
-                self.problem.in_squares(size, transposed=transposed), self.density, flags.device, not transposed
-            )
-            for transposed in (False, True)
-        )
+        flags, device = self.flags, self.flags.device
+        of_mask, of_transposed = (self.problem.in_squares(size, transposed=transposed) for transposed in (False, True))
+        is_filled = of_mask == self.problem
+        dq = self.lists if is_filled else _empty_lists(of_mask, self.density, device)
+        dkv = _empty_lists(of_transposed, self.density, device, transposed=True)
 
         def fill(keep: Tensor) -> None:
-            _list_tiles(dq, keep, flags)
+            if not is_filled:
+                _list_tiles(dq, keep, flags)
             _list_tiles(dkv, keep, flags, transposed=True)
 
         return BackwardLists(dq.tiles, dkv.tiles, (dq.owner, dkv.owner), fill)
@@ -88,7 +87,7 @@ def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.de
 
 
 def _empty_lists(
-    problem: DynamicSizes, density: float | None, device: torch.device, last_first: bool = False
+    problem: DynamicSizes, density: float | None, device: torch.device, transposed: bool = False
 ) -> DenseLists:
     per_row = -(-problem.kv_len // problem.block_n)
     # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
@@ -99,7 +98,7 @@ def _empty_lists(
     work = empty_work(problem, device, tiles=count, bitmaps=count)
     tiles = empty_tiles(
         problem, work.pattern_of, work.partial_columns, work.partial_bitmap, work.bitmaps, contiguous=False,
-        last_first=last_first,
+        last_first=not transposed,
     )  # fmt: skip
     return DenseLists(problem, work, tiles, int_zeros(device)(count, 2))
 
