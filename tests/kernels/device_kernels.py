@@ -37,7 +37,7 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
         given = ["*i8", *[ints] * 5, i, *strides, *[i] * 3, 128 // size, True, transposed, size, 64, write]
         yield fill_blocks.list_tiles, given, {}
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
-        yield fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield fill_tiles, [*[ints] * 7, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
         yield refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}

@@ -157,10 +157,11 @@ class BlockBuffers(WorkBuffers):
         paired = _paired(config, self.block_size)
         slots = -(-self.k * self.block_size // config.block_n) + 1
         nothing = counts.full.numel() * slots
-        keep = kept_by_place(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+        keep, everything = kept_by_place(config.block_m, config.block_n // (1 + paired), problem.kv_len), 1
         if paired:  # every one on the left, with every one on the right
             bitmaps = len(keep)
             keep = torch.cat([keep.repeat_interleave(bitmaps, 0), keep.repeat(bitmaps, 1, 1)], 2)
+            everything = bitmaps + 1
         width = config.block_n // _SLAB if paired else 1
         if (nothing + 2) * width >= 2**31:
             raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
@@ -168,12 +169,12 @@ class BlockBuffers(WorkBuffers):
         columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
         columns[nothing:] = run_column(spare) if paired else spare
-        # A partial tile is its item's first, whose bitmap comes with the item: `tile_bitmap` is never applied.
         lists, first_item = empty_lists(
             self.work, counts, split_tiles, columns,
             bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device), compacted_keys=zeros(0),
             block_m=config.block_m, block_n=config.block_n, slab=_SLAB if paired else 0,
         )  # fmt: skip
+        lists.tile_bitmap[:nothing] = everything
         return HopperLists(lists, (first_item,), (_hopper_fill(self, lists, first_item, slots, nothing),))
 
 
@@ -231,7 +232,7 @@ def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, sl
     return Launch(
         fill_tiles,
         problem.patterns * row_blocks,
-        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.ranges),
+        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.tile_bitmap, lists.ranges),
         (row_blocks, buffers.chosen.shape[1], buffers.k, slots, nothing, problem.q_len, problem.kv_len),
         (
             buffers.block_size, buffers.causal, lists.block_m, min(lists.block_n, buffers.block_size), lists.slab > 0,

@@ -29,6 +29,7 @@ def fill_tiles(
     bad_ptr,  # [P] int32, not 0 where nothing is computed
     first_item_ptr,  # [P * R + 1] int32, items of each row block
     columns_ptr,  # [P * R * slots + 2, 8 where PAIRED, else 1] int32, see `TileLists.tile_columns`
+    tile_bitmap_ptr,  # [P * R * slots + 3] int32, written for partial tiles
     ranges_ptr,  # [I, RANGE_SIZE] int32
     row_blocks,
     query_blocks,
@@ -67,28 +68,29 @@ def fill_tiles(
     else:
         first_columns = half + partial_column
     store_columns_of(columns_ptr, base * TILE + half, first_columns, (half + n_partial) > half, PAIRED)
-    tiles = n_partial + n_full
+    tl.store(tile_bitmap_ptr + base, bitmap)
     first = base + 1 - n_partial
-    item = tl.load(first_item_ptr + pid)
-    parts = tl.load(first_item_ptr + pid + 1) - item
-    for part in range(parts):
-        begin = first + part * tiles // parts
-        end = first + (part + 1) * tiles // parts
-        partial_end = tl.minimum(tl.maximum(first + n_partial, begin), end)
-        # Those of other tiles are never applied, since all of them are full.
-        full_bitmap = EVERYTHING * BITMAPS + EVERYTHING if PAIRED else EVERYTHING
-        first_bitmap = tl.where(begin < partial_end, bitmap, full_bitmap)
-        store_range(ranges_ptr, item + part, begin, partial_end, end, first_bitmap, nothing, bad)
+    store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, n_partial + n_full, nothing, bad)
 
 
 @triton.jit
 @no_type_check
-def store_range(ranges_ptr, item, begin, partial_end, end, bitmap, nothing, bad):
-    """Store the tiles of an item; one without tiles gets `nothing`, a tile that keeps nothing. Where bad, add NaN."""
-    empty = begin == end
-    range_ptr = ranges_ptr + item * RANGE_SIZE
-    tl.store(range_ptr + RANGE_BEGIN, tl.where(empty, nothing, begin))
-    tl.store(range_ptr + RANGE_PARTIAL_END, tl.where(empty, nothing + 1, partial_end))
-    tl.store(range_ptr + RANGE_END, tl.where(empty, nothing + 1, end))
-    tl.store(range_ptr + RANGE_BITMAP, tl.where(empty, 0, bitmap))
-    tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
+def store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, tiles, nothing, bad):
+    """Divide this row block's tiles among its items, after their bitmaps were stored.
+
+    An item without tiles gets `nothing`, a tile that keeps nothing. Where bad, results become NaN.
+    """
+    tl.debug_barrier()
+    item = tl.load(first_item_ptr + tl.program_id(0))
+    parts = tl.load(first_item_ptr + tl.program_id(0) + 1) - item
+    for part in range(parts):
+        begin = first + part * tiles // parts
+        end = first + (part + 1) * tiles // parts
+        empty = begin == end
+        range_ptr = ranges_ptr + (item + part) * RANGE_SIZE
+        partial_end = tl.minimum(tl.maximum(first + n_partial, begin), end)
+        tl.store(range_ptr + RANGE_BEGIN, tl.where(empty, nothing, begin))
+        tl.store(range_ptr + RANGE_PARTIAL_END, tl.where(empty, nothing + 1, partial_end))
+        tl.store(range_ptr + RANGE_END, tl.where(empty, nothing + 1, end))
+        tl.store(range_ptr + RANGE_BITMAP, tl.where(empty, 0, tl.load(tile_bitmap_ptr + begin)))
+        tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
