@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,9 +18,9 @@ import stof
 from stof import masks
 from stof.dynamic.block_topk.buffers import block_buffers
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
-from stof.dynamic.dense import buffers as runtime
+from stof.dynamic.dense.buffers import dense_buffers
 from stof.dynamic.mask_buffers import core_of, fill_buffers
-from stof.dynamic.sizes import DynamicSizes, int_zeros
+from stof.dynamic.sizes import DynamicSizes
 from stof.dynamic.vertical_slash.buffers import vertical_slash_buffers
 from stof.errors import (
     ArgumentError,
@@ -84,7 +86,7 @@ def buffers_of(mask: Mask, q_len: int, kv_len: int, density: float | None = None
         chosen = block_buffers(problem, core.k, core.block_size, core.causal, DEVICE)
         chosen.use_work(captured=False)
         return chosen
-    return runtime.dense_buffers(problem, density, int_zeros(DEVICE)(problem.patterns))
+    return dense_buffers(problem, density, DEVICE)
 
 
 def assert_exact(mask: Mask, q_len: int, kv_len: int, buffers: WorkBuffers) -> None:
@@ -308,6 +310,24 @@ def test_plans(kind: str) -> None:
     assert repr(plan).startswith("DynamicPlan(")
 
 
+@IN_INTERPRETER
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_topk", "dense"])
+def test_memory_is_freed_with_its_last_reference(kind: str) -> None:
+    """Lists take most of a GPU's memory that a plan has: no cycle keeps them until Python collects it."""
+    mask = example(kind)
+    buffers = buffers_of(mask, 90, 90)
+    if kind != "vertical_slash":
+        buffers.backward[BLOCK] = buffers.backward_lists(BLOCK)
+    fill_buffers(buffers, mask)
+    columns = weakref.ref(buffers.work.partial_columns)
+    gc.disable()
+    try:
+        del buffers
+        assert columns() is None
+    finally:
+        gc.enable()
+
+
 def test_a_refused_update_leaves_the_plan_as_it_was() -> None:
     distances = torch.arange(4)[None]
     q, k, v = make_inputs(heads=1, q_len=90, dtype=torch.float32).qkv
@@ -487,7 +507,7 @@ def test_update_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     plan.update(mask, stream=side)
     assert logged()[-3:] == ["side is recorded", "held for side", "main waits for what side did"]
     # Calls that fill lists themselves wait for calls that read them.
-    plan._buffers.captured_fills["lists"] = lambda: log.append(f"filled on {current[-1].name}")
+    plan._buffers.captured_fills["lists"] = (lambda: log.append(f"filled on {current[-1].name}"),)
     plan.find_call(*call)
     assert logged() == ["main waits for side", "filled on main", "main is recorded"]
     with on(third):

@@ -87,16 +87,16 @@ def test_block_topk(data: st.DataObject) -> None:
 @given(data=st.data())
 @examples(20)
 def test_dense(data: st.DataObject) -> None:
-    """Bool tensors and bits of them."""
+    """Bool tensors and bits of them, in tiles as those of the forward pass and in others."""
     q_len, kv_len = (data.draw(st.sampled_from([1, 16, 33, 70])) for _ in range(2))
     batch, heads = data.draw(st.sampled_from([(1, 1), (1, HEADS), (2, HEADS), (2, 1)]))
-    packed = data.draw(st.booleans())
+    packed, size = data.draw(st.booleans()), data.draw(st.sampled_from([16, 32]))
     buffers = None
     for _ in range(2):
         keep = data.draw(dense_masks(q_len, kv_len, batch, heads)).to(DEVICE)
         mask = masks.from_bits(bits.pack(keep), kv_len) if packed else dense_view(keep)
         buffers = buffers or buffers_of(mask, q_len, kv_len)
-        check(mask, q_len, kv_len, buffers)
+        check(mask, q_len, kv_len, buffers, size)
 
 
 @pytest.mark.parametrize("causal", [False, True])

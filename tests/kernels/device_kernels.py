@@ -31,11 +31,13 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for width, num_warps in ((512, 1), (4096, 4), (16384, 16)):
         given = ["*fp32", *[ints] * 4, i, i, i, 1, i, i, i, i, 4, True, width]
         yield fill_blocks.select_blocks, given, {"num_warps": num_warps}
-    yield fill_blocks.block_fill, [*[ints] * 8, *[i] * 6, 64, True, 64, 64, 64], {}
-    for size in (32, 64):
-        yield fill_blocks.list_tiles, ["*i8", *[ints] * 5, i, i, 1, 2, size, 64], {}
+    yield fill_blocks.fill_work, [*[ints] * 7, *[i] * 6, 64, True, 64, 64, 64], {"num_warps": 1}
+    for size, transposed, write in ((32, False, True), (64, True, True), (64, False, False)):
+        strides = (1, i) if transposed else (i, 1)
+        given = ["*i8", *[ints] * 5, i, *strides, *[i] * 3, 128 // size, True, transposed, size, 64, write]
+        yield fill_blocks.list_tiles, given, {}
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
-        yield fill_tiles, [*[ints] * 6, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
+        yield fill_tiles, [*[ints] * 7, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
         yield refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
@@ -45,7 +47,8 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for listed, group in ((False, 1), (False, 4), (True, 1)):
         scales = ["*fp32"] * 4
         yield transpose_v.transpose_v, [*[ints] * 4, *scales, ints, *[i] * 18, listed, group, 32, 128, True], {}
-    yield fill_dense.dense_fill, [ints, "*i8", *[ints] * 5, i, i, 64, 1024], {}
+    for in_work in (False, True):
+        yield fill_dense.dense_fill, [*[ints] * 3, "*i8", *[ints] * 5, i, i, in_work, 64, 1024], {}
     for kind, form, strides in (("*u8", 0, (i, 1)), (ints, 1, (i, 1)), ("*u8", 0, (1, i)), (ints, 2, (1, i))):
         yield fill_dense.dense_classes, [kind, "*i8", i, i, *strides, *[i] * 5, form, 64, 128], {}
         yield fill_dense.dense_bitmaps, [kind, ints, ints, ints, i, i, *strides, i, i, i, form, 64, 64], {}

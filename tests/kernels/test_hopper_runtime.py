@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stof import masks
-from stof.dynamic.block_topk.buffers import BlockBuffers, bitmaps_of, block_buffers, fill_blocks
+from stof.dynamic.block_topk.bitmaps import kept_by_place
+from stof.dynamic.block_topk.buffers import BlockBuffers, block_buffers
 from stof.dynamic.sizes import DynamicSizes
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
@@ -57,7 +58,7 @@ def buffers_of(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
 
 def fill(buffers: BlockBuffers, mask: Mask) -> None:
     assert isinstance(mask, BlockTopK)
-    fill_blocks(buffers, mask.tensors()[0], NOT_A_NUMBER)
+    buffers.fill(*mask.tensors())
 
 
 def scores_of(generator: torch.Generator, *shape: int, textured: bool = False) -> Tensor:
@@ -144,7 +145,7 @@ def test_lists_first_used_after_an_update() -> None:
 def test_bitmaps(block_m: int, block_n: int, causal: bool) -> None:
     """Those of tiles at every place relative to a row block, against the rule itself."""
     for kv_len in (5 * block_n, 5 * block_n - 7):
-        kept = bitmaps_of(block_m, block_n, kv_len)
+        kept = kept_by_place(block_m, block_n, kv_len)
         assert kept.shape == (3 + 2 * (block_n // block_m), block_m, block_n)
         assert not bool(kept[0].any())
         last = 4 * block_n
@@ -283,5 +284,5 @@ def test_what_is_refused() -> None:
         small.use_hopper(LayoutConfig(64, 64), 0, captured=False)
     buffers = buffers_of(masks.block_topk(scores_of(generator, 4, 4), 2), 256, 256)
     for config in (LayoutConfig(64, 128), LayoutConfig(128, 128), LayoutConfig(64, 64, 8), LayoutConfig(64, 128, 8)):
-        with pytest.raises(UnfitLayoutError, match="does not divide blocks of 64"):
+        with pytest.raises(UnfitLayoutError, match="does not fit masks like these"):
             buffers.use_hopper(config, 0, captured=False)

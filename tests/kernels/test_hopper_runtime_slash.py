@@ -11,7 +11,7 @@ from torch import Tensor
 from stof import masks
 from stof.dynamic.mask_buffers import core_of
 from stof.dynamic.sizes import DynamicSizes
-from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
+from stof.dynamic.vertical_slash.buffers import SlashBuffers, vertical_slash_buffers
 from stof.errors import UnfitLayoutError
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.prepare import PreparedTiles
@@ -56,7 +56,7 @@ def buffers_of(mask: Mask, q_len: int, kv_len: int | None = None) -> SlashBuffer
 
 
 def fill(buffers: SlashBuffers, mask: Mask) -> None:
-    fill_vertical_slash(buffers, *parts_of(mask)[0].tensors(), OUT_OF_RANGE, NOT_ASCENDING)
+    buffers.fill(*parts_of(mask)[0].tensors())
 
 
 def counted(lists: TileLists, seen: Tensor) -> Tensor:
@@ -220,5 +220,5 @@ def test_what_is_refused() -> None:
     for q_len, kv_len, reason in ((100, 100, "whole row blocks of 64, not 100"), (64, 65, "to the last query, not 65")):
         with pytest.raises(UnfitLayoutError, match=reason):
             buffers_of(mask, q_len, kv_len).use_hopper(TILE, 0, captured=False)
-    with pytest.raises(UnfitLayoutError, match="is not what vertical_slash takes"):
+    with pytest.raises(UnfitLayoutError, match="does not fit masks like these"):
         buffers_of(mask, 64).use_hopper(LayoutConfig(128, 128), 0, captured=False)

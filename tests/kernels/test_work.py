@@ -110,11 +110,10 @@ def counted(work: Work) -> Tensor:
                 assert 0 <= int(tile.columns.min()) <= int(tile.columns.max()) < work.kv_len
                 kept = torch.ones(len(rows), work.block_n, dtype=torch.int32, device=DEVICE)
                 if tile.keep is not None:
-                    # Rows past the end keep nothing, and every column that is read is one that some row keeps: the
-                    # values of the others may be anything.
-                    assert not bool(tile.keep[len(rows) :].any())
+                    # Every column that is read is one that some row keeps: the values of the others may be anything.
+                    assert work.contiguous_tiles or not bool(tile.keep[len(rows) :].any())
                     kept = tile.keep[: len(rows)].int()
-                    seen = tile.columns[tile.keep.any(0)]
+                    seen = tile.columns[kept.any(0)]
                     assert bool(torch.isin(tile.columns, seen).all())
                 times[pattern].index_put_((rows[:, None], tile.columns.long()[None, :]), kept, accumulate=True)
     return times[work.pattern_of.long()]

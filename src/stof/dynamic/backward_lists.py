@@ -6,16 +6,15 @@ that could not be listed are NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.kernels.implementation import tensors_of
-from stof.kernels.triton.backward_tiles import ITEM, NAN_ROW_BLOCK, BackwardTiles
+from stof.kernels.triton.backward_tiles import ITEM, BackwardTiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,26 +23,20 @@ class BackwardLists:
 
     Attributes:
         dq, dkv: what the kernels read.
-        tables: what refills them, by the kind of mask: two `LayoutFill`, or two `DenseBuffers`.
+        tables: other memory that `fill` writes.
+        fill: writes the lists; takes the mask's tensors. Without a reference to the buffers that hold it, which would
+            be a cycle and keep their memory.
     """
 
     dq: BackwardTiles
     dkv: BackwardTiles
-    tables: Any
+    tables: tuple[Tensor, ...]
+    fill: Callable[[Tensor], None]
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors."""
         for part in (self.dq, self.dkv, self.tables):
             yield from tensors_of(part)
-
-
-def both_sizes(problem: DynamicSizes, size: int) -> tuple[DynamicSizes, DynamicSizes]:
-    """Sizes of the mask and of the transposed mask in tiles of `size` x `size`."""
-    masks = problem.mask_batch, problem.mask_heads
-    return (
-        DynamicSizes(problem.q_len, problem.kv_len, size, size, *masks),
-        DynamicSizes(problem.kv_len, problem.q_len, size, size, *masks),
-    )
 
 
 def empty_tiles(
@@ -85,22 +78,6 @@ def empty_tiles(
         block_n=problem.block_n,
         rows=problem.q_len,
         row_blocks=row_blocks,
-        slots=0,
-        has_partial=True,
-        has_full=True,
         full_contiguous=contiguous,
         has_nan=True,
     )
-
-
-def store_counts(tiles: BackwardTiles, partial: Tensor, full: Tensor, is_nan: Tensor) -> None:
-    """Write how many tiles row blocks have.
-
-    Args:
-        tiles: written to.
-        partial, full: integers `[P, R]`.
-        is_nan: bool `[P, R]`, row blocks that cannot be listed: they have no tiles, and NaN as gradients.
-    """
-    counts = torch.where(is_nan, 0, partial + full)
-    torch.cumsum(counts.flatten(), 0, dtype=torch.int32, out=tiles.row_block_ptr[1:])
-    tiles.partial_count.copy_(torch.where(is_nan, NAN_ROW_BLOCK, partial).flatten())

@@ -1,7 +1,7 @@
 """Work and tile lists rebuilt on the device from tensors that change: no host synchronisation, fixed sizes.
 
 `WorkBuffers` own the lists, whose addresses and sizes never change, so attention and building may both be captured
-in a CUDA graph. `fill_*` write them anew. What does not fit sets a flag and turns the rows concerned to NaN.
+in a CUDA graph. `fill` writes them anew. What does not fit sets a flag and turns the rows concerned to NaN.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
-from stof.errors import ArgumentError
-from stof.kernels.hopper.tile_lists import TILE_RANGE, TileLists, split_items
+from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.tile_lists import TILE_ITEM, TILE_RANGE, TileLists, split_items
 from stof.kernels.implementation import tensors_of
 from stof.kernels.packed_integers import NAN_BITS
 from stof.kernels.triton.work_list import WORK_ITEM, Work
 from stof.layout import LayoutConfig
-from stof.layout.survey import TileCounts
-from stof.runtime.memory import in_capture, outside_graph_pool
+from stof.layout.survey import Survey, TileCounts
+from stof.runtime.memory import in_capture, outside_graph_pool, tensors_on_host
+from stof.selection.mask_geometry import Geometry
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
+
+# What fills lists, in their order.
+Launches = tuple[Callable[[], None], ...]
 
 # Set beside the mask's own problems: more tiles than there is room for.
 OVERFLOW = 1 << 16
@@ -34,8 +38,7 @@ OVERFLOW = 1 << 16
 HOPPER, BLOCK_WISE = "hopper", "block_wise"
 
 
-@dataclass(frozen=True, eq=False)
-class FilledTiles:
+class HopperLists(NamedTuple):
     """Lists for one shape of tiles, and what fills them.
 
     Attributes:
@@ -48,21 +51,10 @@ class FilledTiles:
     tables: tuple[Tensor, ...]
     launches: tuple[Launch, ...]
 
-    def fill(self) -> None:
-        """Write the lists of the present mask."""
-        for launch in self.launches:
-            launch()
-
-    def bytes(self) -> int:
-        """Memory on the device."""
-        device = self.lists.ranges.device
-        held = {t.data_ptr(): t for t in (*tensors_of(self.lists), *self.tables) if t.device == device}
-        return sum(t.numel() * t.element_size() for t in held.values())
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WorkBuffers:
-    """Lists of fixed size for the work of one problem.
+class WorkBuffers(Geometry):
+    """Lists of fixed size for the work of one problem, and what the selector asks of them.
 
     Attributes:
         problem: its sizes.
@@ -81,31 +73,30 @@ class WorkBuffers:
     problem: DynamicSizes
     work: Work
     flags: Tensor
-    launches: dict[Hashable, tuple[Launch, ...]] = field(default_factory=dict)
-    hopper: dict[tuple[LayoutConfig, int], FilledTiles] = field(default_factory=dict)
-    filled: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    captured_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    pending_fills: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    launches: dict[Hashable, Launch] = field(default_factory=dict)
+    hopper: dict[tuple[LayoutConfig, int], HopperLists] = field(default_factory=dict)
+    filled: dict[Hashable, Launches] = field(default_factory=dict)
+    captured_fills: dict[Hashable, Launches] = field(default_factory=dict)
+    pending_fills: dict[Hashable, Launches] = field(default_factory=dict)
     backward: dict[int, BackwardLists] = field(default_factory=dict)
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles there is room for."""
-        return len(self.work.partial_columns) - 2
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
         held = [tensor for lists in self.backward.values() for tensor in lists.tensors()]
         return (*tensors_of(self.work), self.flags, *held)
 
-    def launched(self, key: Hashable, make: Callable[[], tuple[Launch, ...]]) -> tuple[Launch, ...]:
-        """Launches for tensors of some shapes and strides, made once."""
-        launches = self.launches.get(key)
-        if launches is None:
-            launches = self.launches[key] = make()
-        return launches
+    def launched(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The launch for tensors of some shapes and strides, made once."""
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = make()
+        return launch
 
-    def work_launches(self) -> tuple[Launch, ...]:
+    def fill(self, *tensors: Tensor) -> None:
+        """Write the lists in use from a mask's tensors, as `mask_tensors` gives them; the host is not asked."""
+        raise NotImplementedError
+
+    def work_launches(self) -> Launches:
         """What fills `work` from what updates have read of the mask; none where they fill it themselves."""
         return ()
 
@@ -121,11 +112,18 @@ class WorkBuffers:
         """Tiles of row blocks as far as can be told beforehand, for the cost model."""
         raise NotImplementedError
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
-        """Lists for the Hopper kernel.
+    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
+        del row_order
+        with tensors_on_host():
+            counts = {geometry: self.counts(geometry) for geometry in geometries}
+            kept = torch.full((1, self.problem.q_len), self.problem.kv_len)
+        return Survey(counts, kept, self.problem.mask_batch, self.problem.mask_heads)
+
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
+        """Lists for the Hopper kernel, in a shape of tiles that it serves; `split_tiles` as for `make_tile_lists`.
 
         Raises:
-            UnfitLayoutError: it refuses.
+            UnfitLayoutError: more tiles than 32-bit offsets reach.
         """
         raise NotImplementedError
 
@@ -139,13 +137,7 @@ class WorkBuffers:
 
     def use_work(self, captured: bool) -> None:
         """See to it that `work` is filled, now and later; `captured` says whether an update was captured before."""
-        launches = self.work_launches()
-
-        def fill() -> None:
-            for launch in launches:
-                launch()
-
-        self._use(BLOCK_WISE, fill, captured)
+        self._use(BLOCK_WISE, self.work_launches(), captured)
 
     def use_hopper(self, config: LayoutConfig, split_tiles: int, captured: bool) -> TileLists:
         """The same for the Hopper kernel's lists, which are made when first used.
@@ -156,18 +148,21 @@ class WorkBuffers:
         key = (config, split_tiles)
         filled = self.hopper.get(key)
         if filled is None:
+            refused = self.hopper_refusals()
+            if refused or not self.hopper_serves(config):
+                raise UnfitLayoutError(next(iter(refused), f"{config} does not fit masks like these, made at run time"))
             filled = outside_graph_pool(self.flags.device, partial(self.hopper_tiles, config, split_tiles))
             self.hopper[key] = filled
-        self._use(key, filled.fill, captured)
+        self._use(key, filled.launches, captured)
         return filled.lists
 
-    def _use(self, key: Hashable, fill: Callable[[], None], captured: bool) -> None:
+    def _use(self, key: Hashable, launches: Launches, captured: bool) -> None:
         if key in self.filled or key in self.captured_fills:
             return
-        fill()
-        (self.captured_fills if captured else self.filled)[key] = fill
+        _run({key: launches})
+        (self.captured_fills if captured else self.filled)[key] = launches
         if not captured and in_capture():
-            self.pending_fills[key] = fill
+            self.pending_fills[key] = launches
         else:
             self._complete()
 
@@ -177,10 +172,9 @@ class WorkBuffers:
         if device.type == "cuda" and not in_capture():
             torch.cuda.current_stream(device).synchronize()
 
-    def fill(self) -> None:
+    def fill_lists(self) -> None:
         """Fill the lists in use from what an update has read of the mask."""
-        for fill in self.filled.values():
-            fill()
+        _run(self.filled)
 
     @property
     def calls_fill(self) -> bool:
@@ -189,17 +183,24 @@ class WorkBuffers:
 
     def run_pending_fills(self) -> None:
         """Fill the lists that updates may have left as they were; launched before every call."""
-        for fill in (*self.captured_fills.values(), *self.pending_fills.values()):
-            fill()
+        _run(self.captured_fills)
+        _run(self.pending_fills)
         if self.pending_fills and not in_capture():
             self.pending_fills.clear()
             self._complete()
 
     def bytes(self) -> int:
         """Memory of all lists."""
-        held = {t.data_ptr(): t for t in self.tensors()}
-        tiles = sum(tiles.bytes() for tiles in self.hopper.values())
-        return sum(t.numel() * t.element_size() for t in held.values()) + tiles
+        device = self.flags.device
+        hopper = [t for made in self.hopper.values() for t in (*tensors_of(made.lists), *made.tables)]
+        held = {t.data_ptr(): t for t in (*self.tensors(), *hopper) if t.device == device}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _run(fills: dict[Hashable, Launches]) -> None:
+    for launches in fills.values():
+        for launch in launches:
+            launch()
 
 
 def empty_work(
@@ -218,11 +219,7 @@ def empty_work(
     """
     block_m, block_n, patterns = problem.block_m, problem.block_n, problem.patterns
     width = 1 if contiguous_tiles else block_n
-    if max((tiles + 2) * width, bitmaps * block_m * 4) >= 2**31:
-        raise ArgumentError(
-            f"{tiles} tiles of {block_m}x{block_n} are more than a plan can hold; give a smaller `density`, or fewer "
-            "indices, batch entries or heads"
-        )
+    problem.check_offsets(tiles, width, bitmaps)
 
     zeros = int_zeros(device)
     columns = zeros(tiles + 2, width)
@@ -244,11 +241,6 @@ def empty_work(
         block_n=block_n,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
-        chunks=0,
-        splits=0,
-        has_partial=1,
-        has_full=1,
-        full_runs=0,
         has_nan_items=1,
         shared=int(shared),
         contiguous_tiles=int(contiguous_tiles),
@@ -257,33 +249,37 @@ def empty_work(
     )
 
 
-class WorkPartition(NamedTuple):
-    """Fields of `TileLists` that say who computes what, and int32 `[P * R + 1]`, items before each row block."""
+def empty_lists(
+    work: Work, counts: TileCounts, split_tiles: int, tile_columns: Tensor, **fields: Any
+) -> tuple[TileLists, Tensor]:
+    """Lists for the Hopper kernel, and int32 `[P * R + 1]`, items before each row block.
 
-    items: Tensor
-    item_ptr: Tensor
-    ranges: Tensor
-    chunks: int
-    first_item: Tensor
-
-
-def partition_items(
-    partial: Tensor, full: Tensor, split_tiles: int, nothing: int, device: torch.device
-) -> WorkPartition:
-    """Divide row blocks into items. Until the lists are filled, each item's rows become NaN.
+    Until the lists are filled, each item's rows become NaN.
 
     Args:
-        partial, full: int64 `[P, R]`, how many tiles of either kind row blocks are taken to have.
+        work: lists of the same problem.
+        counts: how many tiles of either kind row blocks are taken to have; they are divided into items by that.
         split_tiles: see `make_tile_lists`.
-        nothing: the tile that keeps nothing.
-        device: where the lists are.
+        tile_columns, fields: of the lists; the last two tiles keep nothing.
     """
-    tiles = (partial + full).flatten()
-    patterns, row_blocks = partial.shape
+    device, nothing = tile_columns.device, len(tile_columns) - 2
+    tiles = (counts.partial + counts.full).flatten()
     pointers = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-    items, item_ptr, chunks = split_items(pointers, partial.flatten(), patterns, split_tiles, nothing)
-    owner = items[:, 0] + torch.repeat_interleave(torch.arange(patterns) * row_blocks, item_ptr.long().diff())
-    first_item = torch.searchsorted(owner, torch.arange(len(tiles) + 1)).int()
+    items, item_ptr, chunks = split_items(pointers, counts.partial.flatten(), len(counts.partial), split_tiles, nothing)
+    begins = (items[:, TILE_ITEM.chunk] == 0).nonzero()[:, 0]
+    first_item = torch.nn.functional.pad(begins, (0, 1), value=len(items)).int()
     ranges = torch.tensor([nothing, nothing + 1, nothing + 1, 0, NAN_BITS], dtype=torch.int32)
-    ranges = ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device)
-    return WorkPartition(items, item_ptr, ranges, chunks, first_item.to(device))
+    lists = TileLists(
+        pattern_of=work.pattern_of,
+        items=items,
+        item_ptr=item_ptr,
+        tile_columns=tile_columns,
+        tile_bitmap=int_zeros(device)(nothing + 3),
+        row_order=int_zeros(device)(0),
+        ranges=ranges.expand(len(items), len(TILE_RANGE)).contiguous().to(device),
+        q_len=work.q_len,
+        kv_len=work.kv_len,
+        chunks=chunks,
+        **fields,
+    )
+    return lists, first_item.to(device)

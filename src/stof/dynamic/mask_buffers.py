@@ -7,15 +7,15 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from stof.dynamic.block_topk.buffers import BlockBuffers, block_buffers, fill_blocks
+from stof.dynamic.block_topk.buffers import block_buffers
 from stof.dynamic.buffers import HOPPER, WorkBuffers
-from stof.dynamic.dense.buffers import DenseBuffers, dense_buffers, fill_dense
-from stof.dynamic.sizes import DynamicSizes, int_zeros
-from stof.dynamic.vertical_slash.buffers import SlashBuffers, fill_vertical_slash, vertical_slash_buffers
+from stof.dynamic.dense.buffers import dense_buffers
+from stof.dynamic.sizes import DynamicSizes
+from stof.dynamic.vertical_slash.buffers import vertical_slash_buffers
 from stof.errors import MaskError
 from stof.masks import Mask
 from stof.masks.compose import Placed
-from stof.masks.dynamic import NOT_A_NUMBER, NOT_ASCENDING, OUT_OF_RANGE, BitMask, BlockTopK, VerticalSlash
+from stof.masks.dynamic import BitMask, BlockTopK, VerticalSlash
 from stof.masks.tensors import DenseMask
 from stof.selection import IMPLEMENTATIONS
 
@@ -78,7 +78,7 @@ def make_buffers(
         core.check_sizes(*lengths)
     else:
         core.check(*lengths)
-    return dense_buffers(problem, density, int_zeros(device)(problem.patterns))
+    return dense_buffers(problem, density, device)
 
 
 def _ready(buffers: WorkBuffers) -> WorkBuffers:
@@ -90,15 +90,5 @@ def _ready(buffers: WorkBuffers) -> WorkBuffers:
 
 
 def fill_buffers(buffers: WorkBuffers, mask: Mask) -> None:
-    """Write a mask's work; the host is not asked for anything."""
-    core, _ = core_of(mask)
-    if isinstance(buffers, SlashBuffers):
-        assert isinstance(core, VerticalSlash)
-        vertical, slash = core.tensors()
-        fill_vertical_slash(buffers, vertical, slash, OUT_OF_RANGE, NOT_ASCENDING)
-    elif isinstance(core, BlockTopK):
-        assert isinstance(buffers, BlockBuffers)
-        fill_blocks(buffers, core.tensors()[0], NOT_A_NUMBER)
-    else:
-        assert isinstance(buffers, DenseBuffers)
-        fill_dense(buffers, mask_tensors(mask)[0])
+    """Write a mask's lists; the host is not asked for anything."""
+    buffers.fill(*mask_tensors(mask))

@@ -17,7 +17,6 @@ from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.implementation import BoundCall
 from stof.kernels.triton.work_list import PreparedWork
 from stof.layout import Layout, LayoutConfig
-from stof.layout.survey import Survey
 from stof.masks import Mask
 from stof.masks.base import check_lengths, check_sizes
 from stof.masks.dynamic import VerticalSlash, described
@@ -28,10 +27,10 @@ from stof.runtime import streams
 from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
 from stof.runtime.recomputation import Changes
 from stof.runtime.streams import Update
-from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, weighed
+from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, first_of, weighed
 from stof.selection.gpu_candidates import runtime_choice, runtime_hopper_choices
 from stof.selection.gpu_choices import shared_memory_limit
-from stof.selection.mask_geometry import Geometry, MaskGeometry
+from stof.selection.mask_geometry import MaskGeometry
 from stof.validation import usable_device
 
 # What may run a plan on a GPU.
@@ -77,6 +76,7 @@ class DynamicPlan(Plan):
         if device.type == "cuda":
             with tensors_on_host():
                 self._buffers = make_buffers(mask, lengths, (self.mask_batch, self.mask_heads), device, density)
+            self.geometry = self._buffers
             self.gradients = DynamicGradients(self, self._buffers)
         self._take(mask)
 
@@ -152,7 +152,7 @@ class DynamicPlan(Plan):
                     if self._replayed and not capturing:
                         self._updates[capturing].join()  # replays of attention ask nobody
         self._mask = mask
-        self.geometry = self._origin = self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
+        self.mask_geometry = self._geometry_of(mask, (self.q_len, self.kv_len), self.device)
         self.updates += 1
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
@@ -179,20 +179,16 @@ class DynamicPlan(Plan):
         if not any(every_flags):
             return
         self._buffers.flags.zero_()
-        lines = []
+        lines, advice = [], ""
         for number, flags in enumerate(every_flags):
             if flags:
                 reasons = [described(flags)] if described(flags) else []
                 if flags & OVERFLOW:
                     reasons.append("more tiles than there is room for")
+                    advice = "; for more room, make the plan with a larger `density`"
                 b, h = divmod(number, self.mask_heads)
                 lines.append(f"  - batch entry {b}, head {h}: {' and '.join(reasons)}")
         shown = lines[:8] + [f"  - and {len(lines) - 8} more"] * (len(lines) > 8)
-        advice = (
-            "; for more room, make the plan with a larger `density`"
-            if any(flags & OVERFLOW for flags in every_flags)
-            else ""
-        )
         raise MaskError("\n".join([f"masks of this plan gave NaN since the last check{advice}:", *shown]))
 
     @property
@@ -201,36 +197,18 @@ class DynamicPlan(Plan):
         return self._build(LayoutConfig(BLOCK, BLOCK, 1), None)
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
-        """The fastest candidate, of one implementation when it is named; decided once.
+        """As for other plans; within a capture, which leaves out the Hopper kernel, for that call alone."""
+        if self._buffers is not None and in_capture():
+            return self._decided(call, implementation)
+        return super().choice(call, implementation)
 
-        Raises:
-            UnsupportedError: none can run the call.
-        """
+    def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
         if self._buffers is None:
-            return super().choice(call, implementation)
-        # The Hopper kernel's first call makes the work list on the host, which a CUDA graph cannot capture.
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and implementation == HOPPER:
-            reason = "its first call for such tensors cannot be captured; make one before the capture"
-            raise UnsupportedError("a dynamic plan cannot run this call", {HOPPER: [reason]})
-        offered = (*_KERNELS[1:],) if capturing else _KERNELS
-        key = (call, implementation or ",".join(offered))
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self._chosen(call, offered if implementation is None else (implementation,))
-        return choice
-
-    def _chosen(self, call: CallSpec, offered: tuple[str, ...]) -> KernelChoice:
-        reasons: dict[str, list[str]] = {}
-        for name in offered:
-            if name not in _KERNELS:
-                reasons[name] = [f"dynamic plans run on {' and '.join(_KERNELS)}, not on {name}"]
-        for candidate in self.candidates(call):
-            if candidate.name in offered:
-                if candidate.choice is not None and not candidate.refusals:
-                    return candidate.choice
-                reasons.setdefault(candidate.name, []).extend(candidate.refusals)
-        raise UnsupportedError("a dynamic plan cannot run this call", reasons)
+            return super()._decided(call, implementation)
+        if implementation not in (None, *_KERNELS):
+            reason = f"dynamic plans run on {' and '.join(_KERNELS)}, not on {implementation}"
+            raise UnsupportedError("a dynamic plan cannot run this call", {implementation: [reason]})
+        return first_of(self.candidates(call), call, implementation)
 
     def find_call(self, *arguments: Any) -> BoundCall | None:
         """As for other plans. Every call asks for this first, so it also waits for an update on another stream."""
@@ -312,6 +290,8 @@ class DynamicPlan(Plan):
         refusals[HOPPER] += buffers.hopper_refusals()
         if call.has_bias:
             refusals[HOPPER].append("no bias where tiles are made at run time")
+        if in_capture():  # it makes the work list on the host
+            refusals[HOPPER].append("its first call for such tensors cannot be captured; make one before the capture")
         choices = [] if refusals[HOPPER] else runtime_hopper_choices(HOPPER, call, buffers.hopper_serves)
         refused = [Candidate(name, tuple(reasons)) for name, reasons in refusals.items() if reasons]
         if refusals[BLOCK_WISE]:
@@ -322,8 +302,7 @@ class DynamicPlan(Plan):
         if not choices:
             return [Candidate(BLOCK_WISE, (), block_wise), *refused]
         # Where there are no estimates, for a few rows, the first one runs.
-        geometry = _BufferGeometry(buffers)
-        return weighed([block_wise, *choices], call, self.device, geometry, self._layout_errors) + refused
+        return weighed([block_wise, *choices], call, self.device, buffers, self._layout_errors) + refused
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Exclude a choice from later calls; an error of the block-wise kernel is raised, as no other is left."""
@@ -331,26 +310,18 @@ class DynamicPlan(Plan):
             raise error
         super().reject(choice, call, error)
 
-    def prepared(self, choice: KernelChoice | str) -> Any:
-        """The work of the present mask; its tensors stay the same from step to step."""
-        if self._buffers is None:
-            return super().prepared(choice)
-        assert isinstance(choice, KernelChoice)
-        kernel, choice = choice.kernel, replace(choice, widened=False)
+    def _prepare(self, choice: KernelChoice) -> Any:
+        """The lists of the present mask; their tensors stay the same from step to step."""
+        buffers, kernel = self._buffers, choice.kernel
+        if buffers is None:
+            return super()._prepare(choice)
         assert kernel is not None
-        prepared = self._prepared.get(choice)
-        if prepared is None:
-            buffers = self._buffers
-            with tensors_on_host():
-                if choice.implementation == HOPPER:
-                    assert choice.layout is not None
-                    lists = buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured)
-                    prepared = PreparedTiles(lists, kernel)
-                else:
-                    buffers.use_work(self._captured)
-                    prepared = PreparedWork(buffers.work, kernel)
-            self._prepared[choice] = prepared
-        return prepared
+        with tensors_on_host():
+            if choice.implementation == HOPPER:
+                assert choice.layout is not None
+                return PreparedTiles(buffers.use_hopper(choice.layout, kernel.split_tiles, self._captured), kernel)
+            buffers.use_work(self._captured)
+            return PreparedWork(buffers.work, kernel)
 
     def extended(self, rows: int, mask: Mask | None = None) -> Plan:
         """Not for plans of fixed sizes."""
@@ -371,21 +342,6 @@ class DynamicPlan(Plan):
 def _runtime_mask(mask: Mask | Tensor) -> Mask:
     """A mask; of a bool tensor one that reads it at each update."""
     return dense_view(mask) if isinstance(mask, Tensor) else as_mask(mask)
-
-
-class _BufferGeometry(Geometry):
-    """What the selector asks of buffers: as many tiles as can be told before the mask is known."""
-
-    def __init__(self, buffers: WorkBuffers) -> None:
-        self._buffers = buffers
-
-    def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
-        del row_order
-        problem = self._buffers.problem
-        with tensors_on_host():
-            counts = {geometry: self._buffers.counts(geometry) for geometry in geometries}
-            kept = torch.full((1, problem.q_len), problem.kv_len)
-        return Survey(counts, kept, problem.mask_batch, problem.mask_heads)
 
 
 def dynamic_plan(

@@ -1,6 +1,8 @@
-"""What kernels of all devices share: buffers, softmax of rows without keys, pattern ranges, chunk counts."""
+"""What kernels of all devices share: buffers, softmax of rows without keys, pattern ranges, chunks of row blocks."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +79,43 @@ def heads_in_l2(heads: int, bytes_per_head: int, share: int) -> int:
 
 
 def parts_of(tiles: Tensor, split_tiles: int) -> Tensor:
-    """Items that each row block is cut into, given its number of tiles; at least 1."""
+    """Chunks that each row block is cut into, given its number of tiles; at least 1, at most `split_tiles` tiles each.
+
+    0 `split_tiles` never cuts.
+    """
     if not split_tiles:
         return torch.ones_like(tiles)
     return torch.div(tiles + split_tiles - 1, split_tiles, rounding_mode="floor").clamp(min=1)
+
+
+class Chunks(NamedTuple):
+    """Row blocks cut into chunks of about equal numbers of tiles; int64 `[I]` for `I` chunks.
+
+    Attributes:
+        row_block: the row block of each chunk, of all patterns.
+        number: of this chunk in its row block.
+        parts: chunks of its row block, 1 where it is not cut.
+        begin, end: its tiles among those of its row block.
+        first_slot: chunks of cut row blocks of the pattern before this one's.
+        slots: chunks of all cut row blocks of a pattern, at most.
+    """
+
+    row_block: Tensor
+    number: Tensor
+    parts: Tensor
+    begin: Tensor
+    end: Tensor
+    first_slot: Tensor
+    slots: int
+
+
+def chunks_of(tiles: Tensor, split_tiles: int, patterns: int) -> Chunks:
+    """Cut row blocks, whose tiles are given as int64 `[patterns * row blocks]`; see `parts_of`."""
+    parts = parts_of(tiles, split_tiles)
+    row_block = torch.repeat_interleave(torch.arange(len(tiles), device=tiles.device), parts)
+    number = torch.arange(len(row_block), device=tiles.device) - (parts.cumsum(0) - parts)[row_block]
+    of_row_block = parts[row_block]
+    begin, end = (torch.div(n * tiles[row_block], of_row_block, rounding_mode="floor") for n in (number, number + 1))
+    slots = torch.where(parts > 1, parts, 0).view(patterns, -1)
+    first_slot = (slots.cumsum(1) - slots).flatten()[row_block]
+    return Chunks(row_block, number, of_row_block, begin, end, first_slot, int(slots.sum(1).max()))

@@ -104,8 +104,8 @@ class Plan(Numbered):
         mask_text: repr of the mask it was made from.
         mask_batch, mask_heads: leading sizes of the mask, each 1 where one mask serves all.
         batch, heads: sizes that a call must have; None where the mask serves any.
-        geometry: answers the selector's questions about the mask; None where the mask depends on sizes that only a call
-            tells.
+        mask_geometry: the mask with its lengths and sizes; None where `mask` is.
+        geometry: answers the selector's questions on a GPU; None elsewhere, where no time is estimated.
     """
 
     is_dynamic = False  # whether the mask is replaced in every step
@@ -131,8 +131,10 @@ class Plan(Numbered):
         self.device = device
         self.permuted_rows = layout is not None and layout.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
-        self.geometry: Geometry | None = geometry if layout is None else LayoutGeometry(layout)
-        self._origin = geometry
+        self.mask_geometry = geometry
+        self.geometry: Geometry | None = None
+        if device.type == "cuda":
+            self.geometry = geometry if layout is None else LayoutGeometry(layout)
         self._layout = layout
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._prepared: dict[KernelChoice, Any] = {}
@@ -232,12 +234,7 @@ class Plan(Numbered):
     @property
     def mask(self) -> Mask | None:
         """The mask it was made from; None if the plan was read from a file or moved to another device."""
-        return None if self._origin is None else self._origin.mask
-
-    @property
-    def mask_geometry(self) -> MaskGeometry | None:
-        """The mask with its lengths and sizes; None where `mask` is."""
-        return self._origin
+        return None if self.mask_geometry is None else self.mask_geometry.mask
 
     @property
     def layout(self) -> Layout:
@@ -287,28 +284,24 @@ class Plan(Numbered):
 
     def candidates(self, call: CallSpec) -> list[Candidate]:
         """Return every candidate for a call, see `stof.explain`."""
-        return candidates(call, self.device, self._gpu_geometry, layout_errors=self._layout_errors)
+        return candidates(call, self.device, self.geometry, layout_errors=self._layout_errors)
 
     def better_token_order(self, call: CallSpec) -> TokenOrder | None:
         """Return an order of the tokens that computes less, see `stof.explain`; None without the plan's mask."""
-        if self._origin is None or self._origin.mask.changed() or self.fixed is not None:
+        geometry = self.mask_geometry
+        if geometry is None or geometry.mask.changed() or self.fixed is not None:
             return None
         return better_token_order(
-            self._origin, call, self.device, layout=None if self.device.type == "cuda" else self.layout
+            geometry, call, self.device, layout=None if self.device.type == "cuda" else self.layout
         )
-
-    @property
-    def _gpu_geometry(self) -> Geometry | None:
-        """The geometry on a GPU; None on other devices, where no time is estimated."""
-        return self.geometry if self.device.type == "cuda" else None
 
     def reject(self, choice: KernelChoice, call: CallSpec, error: KernelError) -> None:
         """Exclude a choice that failed on this device, or with this plan's layout, from later calls."""
         self._rejected.add(choice)
         if isinstance(error, UnfitLayoutError):
             self._layout_errors[choice.layout_key] = str(error)
-            if error.unseen_keys and self._gpu_geometry is not None:  # other layouts then hold such keys too
-                for other in gpu_choices(call, self._gpu_geometry, choice.implementation):
+            if error.unseen_keys and self.geometry is not None:  # other layouts then hold such keys too
+                for other in gpu_choices(call, self.geometry, choice.implementation):
                     if reads_unseen_too(other, choice):
                         self._layout_errors.setdefault(other.layout_key, str(error))
         else:
@@ -377,9 +370,9 @@ class Plan(Numbered):
         return layout
 
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
-        assert isinstance(self.geometry, MaskGeometry)
+        assert self.mask_geometry is not None
         self._check_unchanged()
-        return self.geometry.build(config, row_order)
+        return self.mask_geometry.build(config, row_order)
 
     def _check_unchanged(self) -> None:
         """Raise if the mask's functions changed since the plan was made: its layouts would differ."""
@@ -404,7 +397,7 @@ class Plan(Numbered):
             ShapeError: the mask does not fit the new lengths.
         """
         check_rows(rows)
-        origin = self._origin
+        origin = self.mask_geometry
         if mask is None:
             if origin is None:
                 raise ArgumentError("this plan was made of a layout alone; give its mask to extended()")
@@ -451,7 +444,8 @@ class Plan(Numbered):
             tensors += tensors_of(prepared)
         if self.gradients is not None:
             tensors += self.gradients.tensors()
-        copies = [] if self._origin is None else self._origin.mask.copies() + self._origin.copies()
+        origin = self.mask_geometry
+        copies = [] if origin is None else origin.mask.copies() + origin.copies()
         held = sum(copy.untyped_storage().nbytes() for copy in copies)
         return held + sum(t.numel() * t.element_size() for t in tensors)
 

@@ -8,24 +8,26 @@ in the lists, what each item computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists
-from stof.dynamic.block_topk.backward import block_backward_lists, fill_block_backward
-from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.dynamic.backward_lists import BackwardLists, empty_tiles
+from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
+from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.kernels.packed_integers import run_column
+from stof.kernels.triton.backward_tiles import BackwardTiles
 from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
+from stof.masks.dynamic import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -36,31 +38,9 @@ _TILES_AT_ONCE = 64
 _SLAB = 16
 
 
-def fits_blocks(config: LayoutConfig, block_size: int) -> bool:
-    """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
-    if _paired(config, block_size):
-        return True
-    return config.slab is None and config.block_m <= config.block_n <= block_size
-
-
 def _paired(config: LayoutConfig, block_size: int) -> bool:
     """Whether each half of a tile is a block of its own."""
     return config == LayoutConfig(RUN, 2 * RUN, _SLAB) and block_size == RUN
-
-
-def bitmaps_of(block_m: int, width: int, kv_len: int) -> Tensor:
-    """Every bitmap of `width` columns: bool `[3 + 2 * width / block_m, block_m, width]`.
-
-    The first keeps nothing. The one at `1 + 2 * place + tail` keeps what a causal mask does in tiles that begin
-    `place * block_m - width` columns after their row block (at place 0 that is everything), and with a tail only
-    columns before `kv_len`, in the tile that holds the last of them.
-    """
-    row, column = torch.arange(block_m)[:, None], torch.arange(width)[None, :]
-    keep = [torch.zeros(block_m, width, dtype=torch.bool)]
-    for place in range(1 + width // block_m):
-        causal = column + place * block_m - width <= row
-        keep += [causal, causal & (column < kv_len % width)]
-    return torch.stack(keep)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,6 +64,17 @@ class BlockBuffers(WorkBuffers):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.chosen, self.count, self.bad)
 
+    def fill(self, *tensors: Tensor) -> None:
+        """Choose blocks by scores, float `[B | 1, H | 1, query blocks, key blocks]`, and fill the lists in use."""
+        (scores,) = tensors
+        key = (scores.shape, scores.stride(), scores.dtype)
+        select = self.launched(key, lambda: _selecting(self, scores))
+        self.bad.zero_()
+        select(scores)
+        self.fill_lists()
+        for lists in self.backward.values():
+            lists.fill(scores)
+
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
 
@@ -93,17 +84,18 @@ class BlockBuffers(WorkBuffers):
         problem, work = self.problem, self.work
         slots = _slots(problem, self.k, self.block_size)
         fill = Launch(
-            kernels.block_fill,
+            kernels.fill_work,
             problem.patterns * problem.row_blocks,
             (
                 self.chosen, self.count, self.bad, work.items, work.first_columns, work.partial_columns,
-                work.partial_bitmap, work.bitmaps,
+                work.partial_bitmap,
             ),
             (problem.row_blocks, self.chosen.shape[1], self.k, slots, problem.q_len, problem.kv_len),
             (
                 self.block_size, self.causal, problem.block_m, problem.block_n,
                 min(_TILES_AT_ONCE, triton.next_power_of_2(slots)),
             ),
+            num_warps=1,
         )  # fmt: skip
         return (fill,)
 
@@ -111,9 +103,21 @@ class BlockBuffers(WorkBuffers):
         return min(size, self.block_size)
 
     def backward_lists(self, size: int) -> BackwardLists:
-        return block_backward_lists(
-            self.problem, self.work.pattern_of, self.chosen.numel(), self.block_size, self.causal, size
-        )
+        """Tiles lie within blocks: which are listed follows from what is chosen, what they keep from their place."""
+        chosen, count, key_blocks = self.chosen, self.count, -(-self.problem.kv_len // self.block_size)
+        # In each row, the last place is that of blocks that are not chosen.
+        taken = torch.zeros(*count.shape, key_blocks + 1, dtype=torch.int8, device=count.device)
+        layouts = [_backward_lists(self, size, taken, transposed) for transposed in (False, True)]
+
+        def fill(_: Tensor) -> None:
+            is_chosen = torch.arange(chosen.shape[2], device=count.device) < count[..., None]
+            taken.zero_().scatter_(2, torch.where(is_chosen, chosen, key_blocks).long(), 1)
+            for tiles, count_tiles, write_tiles in layouts:
+                count_tiles()
+                tiles.row_block_ptr[1:].cumsum_(0)
+                write_tiles()
+
+        return BackwardLists(layouts[0][0], layouts[1][0], (taken,), fill)
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""
@@ -126,7 +130,10 @@ class BlockBuffers(WorkBuffers):
         return tuple(refusals)
 
     def hopper_serves(self, config: LayoutConfig) -> bool:
-        return fits_blocks(config, self.block_size)
+        """Whether tiles hold keys of one block, or pairs of blocks of 64, and row blocks one partial one at most."""
+        if _paired(config, self.block_size):
+            return True
+        return config.slab is None and config.block_m <= config.block_n <= self.block_size
 
     def counts(self, config: LayoutConfig) -> TileCounts:
         """Tiles of each row block where no score is -inf; of two possible counts of partial ones, the likelier."""
@@ -144,28 +151,17 @@ class BlockBuffers(WorkBuffers):
         shape = (problem.patterns, row_blocks)
         return TileCounts(partial.long().expand(shape), (tiles - partial.long()).expand(shape))
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
-        """Lists for the Hopper kernel.
-
-        Args:
-            config: a shape of tiles that `fits_blocks`.
-            split_tiles: see `make_tile_lists`.
-
-        Raises:
-            UnfitLayoutError: see `hopper_refusals`.
-        """
-        refused = self.hopper_refusals()
-        if refused or not fits_blocks(config, self.block_size):
-            raise UnfitLayoutError(next(iter(refused), f"{config} does not divide blocks of {self.block_size}"))
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
         problem, device = self.problem, self.flags.device
         counts = self.counts(config)
         paired = _paired(config, self.block_size)
         slots = -(-self.k * self.block_size // config.block_n) + 1
         nothing = counts.full.numel() * slots
-        keep = bitmaps_of(config.block_m, config.block_n // (1 + paired), problem.kv_len)
+        keep, everything = kept_by_place(config.block_m, config.block_n // (1 + paired), problem.kv_len), 1
         if paired:  # every one on the left, with every one on the right
             bitmaps = len(keep)
             keep = torch.cat([keep.repeat_interleave(bitmaps, 0), keep.repeat(bitmaps, 1, 1)], 2)
+            everything = bitmaps + 1
         width = config.block_n // _SLAB if paired else 1
         if (nothing + 2) * width >= 2**31:
             raise UnfitLayoutError(f"{nothing} tiles are more than 32-bit offsets reach")
@@ -173,30 +169,13 @@ class BlockBuffers(WorkBuffers):
         columns = zeros(nothing + 2, width)
         spare = oob_column(problem.kv_len)
         columns[nothing:] = run_column(spare) if paired else spare
-        dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
-        empty = zeros(0)
-        lists = TileLists(
-            pattern_of=self.work.pattern_of,
-            items=dealt.items,
-            item_ptr=dealt.item_ptr,
-            tile_columns=columns,
-            # A partial tile is its item's first, whose bitmap comes with the item: these are never applied.
-            tile_bitmap=zeros(nothing + 3),
-            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device),
-            row_order=empty,
-            ranges=dealt.ranges,
-            compacted_keys=empty,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            slab=_SLAB if paired else 0,
-            row_step=1,
-            column_step=1,
-            chunks=dealt.chunks,
-            has_full=1,
-        )
-        return FilledTiles(lists, (dealt.first_item,), (_hopper_fill(self, lists, dealt.first_item, slots, nothing),))
+        lists, first_item = empty_lists(
+            self.work, counts, split_tiles, columns,
+            bitmaps=accumulator_order(bits.pack(keep), config.block_n).to(device), compacted_keys=zeros(0),
+            block_m=config.block_m, block_n=config.block_n, slab=_SLAB if paired else 0,
+        )  # fmt: skip
+        lists.tile_bitmap[:nothing] = everything
+        return HopperLists(lists, (first_item,), (_hopper_fill(self, lists, first_item, slots, nothing),))
 
 
 def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, device: torch.device) -> BlockBuffers:
@@ -205,11 +184,10 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
     query_blocks = -(-problem.q_len // block_size)
 
     zeros = int_zeros(device)
+    work = empty_work(problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=0, contiguous_tiles=True)
     return BlockBuffers(
         problem=problem,
-        work=empty_work(
-            problem, device, tiles=count * _slots(problem, k, block_size), bitmaps=2 * count, contiguous_tiles=True
-        ),
+        work=replace(work, bitmaps=bitmaps_of(problem.block_m, problem.block_n, problem.kv_len).to(device)),
         flags=zeros(problem.patterns),
         k=k,
         block_size=block_size,
@@ -221,28 +199,11 @@ def block_buffers(problem: DynamicSizes, k: int, block_size: int, causal: bool, 
 
 
 def _slots(problem: DynamicSizes, k: int, block_size: int) -> int:
-    """Tiles of a row block: two partial ones, then full ones."""
-    return k * (block_size // problem.block_n) + 2
+    """Tiles of a row block: a partial one, then full ones."""
+    return k * (block_size // problem.block_n) + 1
 
 
-def fill_blocks(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> None:
-    """Choose blocks, and fill the lists in use.
-
-    Args:
-        buffers: from `block_buffers`.
-        scores: float `[B | 1, H | 1, query blocks, key blocks]`.
-        nan_bit: the flag for NaN scores.
-    """
-    key = (scores.shape, scores.stride(), scores.dtype)
-    (select,) = buffers.launched(key, lambda: (_selecting(buffers, scores, nan_bit),))
-    buffers.bad.zero_()
-    select(scores)
-    buffers.fill()
-    for lists in buffers.backward.values():
-        fill_block_backward(lists, buffers.chosen, buffers.count, buffers.bad, buffers.block_size)
-
-
-def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
+def _selecting(buffers: BlockBuffers, scores: Tensor) -> Launch:
     import triton
 
     from stof.dynamic.block_topk import triton_kernels as kernels
@@ -256,7 +217,7 @@ def _selecting(buffers: BlockBuffers, scores: Tensor, nan_bit: int) -> Launch:
         buffers.problem.patterns * query_blocks,
         (buffers.chosen, buffers.count, buffers.bad, buffers.flags),
         (*strides, buffers.problem.mask_heads, query_blocks, key_blocks, buffers.k),
-        (nan_bit, buffers.causal, width),
+        (NOT_A_NUMBER, buffers.causal, width),
         # A warp by itself sums without waiting for others, some 34 times in a row.
         num_warps=max(1, min(16, width // 1024)),
     )
@@ -271,7 +232,7 @@ def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, sl
     return Launch(
         fill_tiles,
         problem.patterns * row_blocks,
-        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.ranges),
+        (buffers.chosen, buffers.count, buffers.bad, first_item, lists.tile_columns, lists.tile_bitmap, lists.ranges),
         (row_blocks, buffers.chosen.shape[1], buffers.k, slots, nothing, problem.q_len, problem.kv_len),
         (
             buffers.block_size, buffers.causal, lists.block_m, min(lists.block_n, buffers.block_size), lists.slab > 0,
@@ -279,3 +240,33 @@ def _hopper_fill(buffers: BlockBuffers, lists: TileLists, first_item: Tensor, sl
         ),
         num_warps=1,
     )  # fmt: skip
+
+
+def _backward_lists(
+    buffers: BlockBuffers, size: int, taken: Tensor, transposed: bool
+) -> tuple[BackwardTiles, Launch, Launch]:
+    """Lists of one layout, and the launches that count their tiles and write them."""
+    from stof.dynamic.block_topk.triton_kernels import list_tiles
+    from stof.runtime.launch import Launch
+
+    problem, per_block = buffers.problem.in_squares(size, transposed=transposed), buffers.block_size // size
+    room = buffers.chosen.numel() * per_block**2
+    problem.check_offsets(room, size, 0)
+    zeros = int_zeros(taken.device)
+    bitmaps = bitmaps_of(size, size, problem.kv_len, transposed).to(taken.device)
+    tiles = empty_tiles(
+        problem, buffers.work.pattern_of, zeros(room + 2, size), zeros(room + 2), bitmaps, contiguous=True,
+        last_first=not transposed,
+    )  # fmt: skip
+    strides = (taken.stride(0), taken.stride(2), taken.stride(1)) if transposed else taken.stride()
+    count_tiles, write_tiles = (
+        Launch(
+            list_tiles,
+            problem.patterns * problem.row_blocks,
+            (taken, buffers.bad, tiles.row_block_ptr, tiles.partial_count, tiles.columns, tiles.tile_bitmap),
+            (*strides, problem.row_blocks, problem.q_len, problem.kv_len),
+            (per_block, buffers.causal, transposed, size, _TILES_AT_ONCE, write),
+        )
+        for write in (False, True)
+    )
+    return tiles, count_tiles, write_tiles

@@ -7,6 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.dynamic.block_topk.triton_kernels import EVERYTHING, list_blocks, store_columns_of
 from stof.kernels import packed_integers
 from stof.kernels.hopper.refresh_work import (
     RANGE_BEGIN,
@@ -16,7 +17,6 @@ from stof.kernels.hopper.refresh_work import (
     RANGE_PARTIAL_END,
     RANGE_SIZE,
 )
-from stof.kernels.triton.packed_integers import run_column
 
 NAN_BITS = tl.constexpr(packed_integers.NAN_BITS)
 
@@ -29,6 +29,7 @@ def fill_tiles(
     bad_ptr,  # [P] int32, not 0 where nothing is computed
     first_item_ptr,  # [P * R + 1] int32, items of each row block
     columns_ptr,  # [P * R * slots + 2, 8 where PAIRED, else 1] int32, see `TileLists.tile_columns`
+    tile_bitmap_ptr,  # [P * R * slots + 3] int32, written for partial tiles
     ranges_ptr,  # [I, RANGE_SIZE] int32
     row_blocks,
     query_blocks,
@@ -45,43 +46,14 @@ def fill_tiles(
     COPY: tl.constexpr,  # tiles, or halves, written at once
 ):
     """Tiles of one row block from its chosen key blocks, and what part of them each of its items takes."""
-    # So a row block has one partial tile or half: of causal masks the one that holds its last rows' own keys, else the
-    # one at the end of the keys.
-    tl.static_assert(BLOCK_M <= WIDTH and WIDTH <= BLOCK_SIZE)
-    PER: tl.constexpr = BLOCK_SIZE // WIDTH
     TILE: tl.constexpr = 2 if PAIRED else 1
-    EVERYTHING: tl.constexpr = 1
     BITMAPS: tl.constexpr = 3 + 2 * (WIDTH // BLOCK_M)
     pid = tl.program_id(0)
-    pattern = pid // row_blocks
-    q0 = (pid % row_blocks) * BLOCK_M
-    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
-    query_block = pattern * query_blocks + q0 // BLOCK_SIZE
-    bad = tl.load(bad_ptr + pattern) != 0
-    count = tl.where(bad, 0, tl.load(count_ptr + query_block) * PER)
     base = pid * slots
-    n_partial, n_full = 0, 0
-    partial_bitmap, partial_column, last_column = 0, 0, 0
-    for start in range(0, count, COPY):
-        x = start + tl.arange(0, COPY)
-        ok = x < count
-        block = tl.load(chosen_ptr + query_block.to(tl.int64) * k + x // PER, mask=ok, other=0)
-        begin = block * BLOCK_SIZE + (x % PER) * WIDTH
-        ok = ok & (begin < kv_len)
-        bitmap_of_block = EVERYTHING + (begin + WIDTH > kv_len).to(tl.int32)
-        if CAUSAL:
-            ok = ok & (begin <= last_row)
-            bitmap_of_block += tl.where(begin + WIDTH > q0, 2 * ((begin - q0 + WIDTH) // BLOCK_M), 0)
-        full = ok & (bitmap_of_block == EVERYTHING)
-        partial = ok & (bitmap_of_block != EVERYTHING)
-        _store_columns(
-            columns_ptr, (base + 1) * TILE + n_full + tl.cumsum(full.to(tl.int32), 0) - 1, begin, full, PAIRED
-        )
-        n_full += tl.sum(full.to(tl.int32), 0)
-        n_partial += tl.sum(partial.to(tl.int32), 0)
-        partial_bitmap += tl.sum(tl.where(partial, bitmap_of_block, 0), 0)
-        partial_column += tl.sum(tl.where(partial, begin, 0), 0)
-        last_column = tl.maximum(last_column, tl.max(tl.where(full, begin, 0), 0))
+    bad, n_full, last_column, n_partial, partial_column, partial_bitmap = list_blocks(
+        chosen_ptr, count_ptr, bad_ptr, columns_ptr, (base + 1) * TILE, row_blocks, query_blocks, k, q_len, kv_len,
+        BLOCK_SIZE, CAUSAL, BLOCK_M, WIDTH, PAIRED, COPY,
+    )  # fmt: skip
     bitmap = partial_bitmap
     half = tl.arange(0, TILE)
     if PAIRED:
@@ -95,41 +67,30 @@ def fill_tiles(
         n_full = n_full // 2
     else:
         first_columns = half + partial_column
-    _store_columns(columns_ptr, base * TILE + half, first_columns, (half + n_partial) > half, PAIRED)
-    tiles = n_partial + n_full
+    store_columns_of(columns_ptr, base * TILE + half, first_columns, (half + n_partial) > half, PAIRED)
+    tl.store(tile_bitmap_ptr + base, bitmap)
     first = base + 1 - n_partial
-    item = tl.load(first_item_ptr + pid)
-    parts = tl.load(first_item_ptr + pid + 1) - item
+    store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, n_partial + n_full, nothing, bad)
+
+
+@triton.jit
+@no_type_check
+def store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, tiles, nothing, bad):
+    """Divide this row block's tiles among its items, after their bitmaps were stored.
+
+    An item without tiles gets `nothing`, a tile that keeps nothing. Where bad, results become NaN.
+    """
+    tl.debug_barrier()
+    item = tl.load(first_item_ptr + tl.program_id(0))
+    parts = tl.load(first_item_ptr + tl.program_id(0) + 1) - item
     for part in range(parts):
         begin = first + part * tiles // parts
         end = first + (part + 1) * tiles // parts
+        empty = begin == end
+        range_ptr = ranges_ptr + (item + part) * RANGE_SIZE
         partial_end = tl.minimum(tl.maximum(first + n_partial, begin), end)
-        # Those of other tiles are never applied, since all of them are full.
-        full_bitmap = EVERYTHING * BITMAPS + EVERYTHING if PAIRED else EVERYTHING
-        first_bitmap = tl.where(begin < partial_end, bitmap, full_bitmap)
-        store_range(ranges_ptr, item + part, begin, partial_end, end, first_bitmap, nothing, bad)
-
-
-@triton.jit
-@no_type_check
-def store_range(ranges_ptr, item, begin, partial_end, end, bitmap, nothing, bad):
-    """Store the tiles of an item; one without tiles gets `nothing`, a tile that keeps nothing. Where bad, add NaN."""
-    empty = begin == end
-    range_ptr = ranges_ptr + item * RANGE_SIZE
-    tl.store(range_ptr + RANGE_BEGIN, tl.where(empty, nothing, begin))
-    tl.store(range_ptr + RANGE_PARTIAL_END, tl.where(empty, nothing + 1, partial_end))
-    tl.store(range_ptr + RANGE_END, tl.where(empty, nothing + 1, end))
-    tl.store(range_ptr + RANGE_BITMAP, tl.where(empty, 0, bitmap))
-    tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
-
-
-@triton.jit
-@no_type_check
-def _store_columns(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
-    """First columns of tiles, or of halves: a run in the place of each of the four slabs of 16."""
-    if PAIRED:
-        at = place[:, None] * 4 + tl.arange(0, 4)[None, :]
-        value = run_column(column)[:, None] + tl.zeros([1, 4], tl.int32)
-        tl.store(columns_ptr + at, value, mask=ok[:, None])
-    else:
-        tl.store(columns_ptr + place, column, mask=ok)
+        tl.store(range_ptr + RANGE_BEGIN, tl.where(empty, nothing, begin))
+        tl.store(range_ptr + RANGE_PARTIAL_END, tl.where(empty, nothing + 1, partial_end))
+        tl.store(range_ptr + RANGE_END, tl.where(empty, nothing + 1, end))
+        tl.store(range_ptr + RANGE_BITMAP, tl.where(empty, 0, tl.load(tile_bitmap_ptr + begin)))
+        tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))

@@ -1,4 +1,4 @@
-"""Triton kernels that write the block-wise kernel's work from block scores."""
+"""Triton kernels that choose blocks by their scores, and list their tiles for the Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.dynamic.fill import (
-    ALL_BITS,
-    bits_from,
-    store_columns,
-    store_item,
-    store_nan_item,
-)
+from stof.dynamic.fill import store_item, store_nan_item
+from stof.kernels.triton.backward_tiles import NAN_ROW_BLOCK
 from stof.kernels.triton.block_wise_kernel import FULL_COLUMN, ITEM_SIZE
+from stof.kernels.triton.packed_integers import run_column
+
+# The bitmap of full tiles, see `kept_by_place`.
+EVERYTHING = tl.constexpr(1)
+_NAN_ROW_BLOCK = tl.constexpr(NAN_ROW_BLOCK)
 
 
 @triton.jit
@@ -79,7 +79,66 @@ def select_blocks(
 
 @triton.jit
 @no_type_check
-def block_fill(
+def list_blocks(
+    chosen_ptr, count_ptr, bad_ptr, columns_ptr, full_begin, row_blocks, query_blocks, k, q_len, kv_len,
+    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
+    COPY: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of this row block's full tiles, or full halves of tiles, to the places from `full_begin` on.
+
+    A row block has one partial tile or half at most: of causal masks the one that holds its last rows' own keys, else
+    the one at the end of the keys.
+
+    Returns:
+        Whether its pattern is bad, and nothing is listed; how many full tiles there are, and the first column of the
+        last; how many partial ones, its first column, and its bitmap.
+    """
+    tl.static_assert(BLOCK_M <= WIDTH and WIDTH <= BLOCK_SIZE)
+    PER: tl.constexpr = BLOCK_SIZE // WIDTH
+    pid = tl.program_id(0)
+    pattern = pid // row_blocks
+    q0 = (pid % row_blocks) * BLOCK_M
+    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
+    query_block = pattern * query_blocks + q0 // BLOCK_SIZE
+    bad = tl.load(bad_ptr + pattern) != 0
+    count = tl.where(bad, 0, tl.load(count_ptr + query_block) * PER)
+    n_full, last_column, n_partial, partial_column, partial_bitmap = 0, 0, 0, 0, 0
+    for start in range(0, count, COPY):
+        x = start + tl.arange(0, COPY)
+        ok = x < count
+        block = tl.load(chosen_ptr + query_block.to(tl.int64) * k + x // PER, mask=ok, other=0)
+        begin = block * BLOCK_SIZE + (x % PER) * WIDTH
+        ok = ok & (begin < kv_len)
+        bitmap = EVERYTHING + (begin + WIDTH > kv_len).to(tl.int32)
+        if CAUSAL:
+            ok = ok & (begin <= last_row)
+            bitmap += tl.where(begin + WIDTH > q0, 2 * ((begin - q0 + WIDTH) // BLOCK_M), 0)
+        full = ok & (bitmap == EVERYTHING)
+        partial = ok & (bitmap != EVERYTHING)
+        store_columns_of(columns_ptr, full_begin + n_full + tl.cumsum(full.to(tl.int32), 0) - 1, begin, full, PAIRED)
+        n_full += tl.sum(full.to(tl.int32), 0)
+        last_column = tl.maximum(last_column, tl.max(tl.where(full, begin, 0), 0))
+        n_partial += tl.sum(partial.to(tl.int32), 0)
+        partial_column += tl.sum(tl.where(partial, begin, 0), 0)
+        partial_bitmap += tl.sum(tl.where(partial, bitmap, 0), 0)
+    return bad, n_full, last_column, n_partial, partial_column, partial_bitmap
+
+
+@triton.jit
+@no_type_check
+def store_columns_of(columns_ptr, place, column, ok, PAIRED: tl.constexpr):
+    """First columns of tiles, or of halves: a run in the place of each of the four slabs of 16."""
+    if PAIRED:
+        at = place[:, None] * 4 + tl.arange(0, 4)[None, :]
+        value = run_column(column)[:, None] + tl.zeros([1, 4], tl.int32)
+        tl.store(columns_ptr + at, value, mask=ok[:, None])
+    else:
+        tl.store(columns_ptr + place, column, mask=ok)
+
+
+@triton.jit
+@no_type_check
+def fill_work(
     chosen_ptr,  # [P, query blocks, k] int32
     count_ptr,  # [P, query blocks] int32
     bad_ptr,  # [P] int32
@@ -87,11 +146,10 @@ def block_fill(
     first_columns_ptr,
     columns_ptr,
     bitmap_ptr,
-    bitmaps_ptr,
     row_blocks,
     query_blocks,
     k,
-    slots,  # tiles that a row block has room for: two partial ones, then full ones
+    slots,  # tiles that a row block has room for: a partial one, then full ones
     q_len,
     kv_len,
     BLOCK_SIZE: tl.constexpr,
@@ -102,56 +160,23 @@ def block_fill(
 ):
     """Work of one row block from its chosen key blocks."""
     pid = tl.program_id(0)
-    pattern = pid // row_blocks
     row_block = pid % row_blocks
     # Under a causal mask the last row blocks have most to do.
-    place = pattern * row_blocks + (row_blocks - 1 - row_block)
-    if tl.load(bad_ptr + pattern) != 0:
+    place = pid - row_block + (row_blocks - 1 - row_block)
+    begin = pid * slots
+    bad, n_full, _, n_partial, column, bitmap = list_blocks(
+        chosen_ptr, count_ptr, bad_ptr, columns_ptr, begin + 1, row_blocks, query_blocks, k, q_len, kv_len,
+        BLOCK_SIZE, CAUSAL, BLOCK_M, BLOCK_N, False, COPY,
+    )  # fmt: skip
+    if bad:
         store_nan_item(items_ptr, place, row_block)
         return
-    PER: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    query_block = pattern * query_blocks + row_block * BLOCK_M // BLOCK_SIZE
-    count = tl.load(count_ptr + query_block) * PER
-    q0 = row_block * BLOCK_M
-    last_row = tl.minimum(q0 + BLOCK_M, q_len) - 1
-    partial_begin = pid * slots
-    full_begin = partial_begin + 2
-    partial_end, full_end = partial_begin, full_begin
-    for start in range(0, count, COPY):
-        x = start + tl.arange(0, COPY)
-        ok = x < count
-        block = tl.load(chosen_ptr + query_block.to(tl.int64) * k + x // PER, mask=ok, other=0)
-        begin = block * BLOCK_SIZE + (x % PER) * BLOCK_N
-        ok = ok & (begin < kv_len)
-        full = ok & (begin + BLOCK_N <= kv_len)
-        if CAUSAL:
-            ok = ok & (begin <= last_row)
-            full = full & (begin + BLOCK_N - 1 <= q0)
-        partial = ok & ~full
-        tile = tl.where(
-            full,
-            full_end + tl.cumsum(full.to(tl.int32), 0) - 1,
-            partial_end + tl.cumsum(partial.to(tl.int32), 0) - 1,
-        )
-        tl.store(columns_ptr + tile, begin, mask=ok)
-        full_end += tl.sum(full.to(tl.int32), 0)
-        partial_end += tl.sum(partial.to(tl.int32), 0)
-    tl.debug_barrier()
-    n = tl.arange(0, BLOCK_N)
-    for tile in range(partial_begin, partial_end):
-        column = tl.load(columns_ptr + tile) + n
-        from_row = tl.maximum(column - q0, 0) if CAUSAL else tl.zeros_like(column)
-        low, high = bits_from(tl.where(column < kv_len, tl.minimum(from_row, BLOCK_M), BLOCK_M))
-        past_low, past_high = bits_from(tl.zeros_like(column) + (last_row + 1 - q0))
-        bitmap = pid * 2 + tile - partial_begin
-        tl.store(bitmap_ptr + tile, bitmap)
-        store_columns(
-            bitmaps_ptr + bitmap.to(tl.int64) * (BLOCK_M * 4),
-            low & (past_low ^ ALL_BITS), high & (past_high ^ ALL_BITS), BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    tl.store(columns_ptr + begin, column)
+    tl.store(bitmap_ptr + begin, bitmap)
     tl.debug_barrier()
     store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block,
-                partial_begin, partial_end, full_begin, full_end, 1)  # fmt: skip
+               begin, begin + n_partial, begin + 1, begin + 1 + n_full, 1)  # fmt: skip
+    last_row = tl.minimum((row_block + 1) * BLOCK_M, q_len) - 1
     last_column = tl.minimum(last_row, kv_len - 1) if CAUSAL else kv_len - 1
     tl.store(items_ptr + place * ITEM_SIZE + FULL_COLUMN, last_column)
 
@@ -159,38 +184,58 @@ def block_fill(
 @triton.jit
 @no_type_check
 def list_tiles(
-    kinds_ptr,  # [P, R, C] int8, contiguous, see `backward.py`
-    last_column_ptr,  # [R] int32, the last column that some row of a row block may keep
+    taken_ptr,  # [P, blocks of rows, blocks of columns] int8, 1 where a block is chosen
+    bad_ptr,  # [P] int32
     row_block_ptr,  # [P * R + 1] int32, as the others of `BackwardTiles`
     partial_count_ptr,
     columns_ptr,
     tile_bitmap_ptr,
+    stride_p,
+    stride_r,
+    stride_c,
     row_blocks,
-    column_blocks,
-    FULL: tl.constexpr,
-    FIRST_BITMAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    rows,
+    columns,
+    PER_BLOCK: tl.constexpr,  # tiles along a block
+    CAUSAL: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # rows are keys
+    BLOCK: tl.constexpr,  # rows and columns of a tile
     COPY: tl.constexpr,  # tiles looked at once
+    WRITE: tl.constexpr,
 ):
-    """Tiles of one row block, partial ones first, of which there are as many as was counted."""
+    """Count the tiles of one row block; with WRITE, when the counts were added up, list them, partial ones first."""
     pid = tl.program_id(0)
-    kinds_ptr += pid.to(tl.int64) * column_blocks
-    partial_end = tl.load(row_block_ptr + pid)
-    n_partial = tl.load(partial_count_ptr + pid)
-    full_end = partial_end + n_partial
-    last_column = tl.load(last_column_ptr + pid % row_blocks)
-    n = tl.arange(0, BLOCK_N)
-    # A row block that could not be listed has fewer than none.
-    for start in range(0, tl.where(n_partial < 0, 0, column_blocks), COPY):
+    row_block = pid % row_blocks
+    taken_ptr += (pid // row_blocks).to(tl.int64) * stride_p + row_block // PER_BLOCK * stride_r
+    first, end = 0, (columns + BLOCK - 1) // BLOCK
+    last_column = columns - 1
+    if CAUSAL and TRANSPOSED:
+        first = row_block
+    elif CAUSAL:
+        end = tl.minimum(end, row_block + 1)
+        last_column = tl.minimum(last_column, tl.minimum((row_block + 1) * BLOCK, rows) - 1)
+    is_bad = tl.load(bad_ptr + pid // row_blocks) != 0
+    partial_end, full_end = 0, 0
+    if WRITE:
+        partial_end = tl.load(row_block_ptr + pid)
+        full_end = partial_end + tl.load(partial_count_ptr + pid)
+    n = tl.arange(0, BLOCK)
+    for start in range(first, tl.where(is_bad, first, end), COPY):
         x = start + tl.arange(0, COPY)
-        kind = tl.load(kinds_ptr + x, mask=x < column_blocks, other=0).to(tl.int32)
-        full = (kind == FULL).to(tl.int32)
-        partial = (kind >= FIRST_BITMAP).to(tl.int32)
-        tile = tl.where(full != 0, full_end + tl.cumsum(full, 0) - 1, partial_end + tl.cumsum(partial, 0) - 1)
-        listed = kind != 0
-        # Columns that no row keeps repeat one of the tile.
-        column = tl.minimum(x[:, None] * BLOCK_N + n[None, :], last_column)
-        tl.store(columns_ptr + tile.to(tl.int64)[:, None] * BLOCK_N + n[None, :], column, mask=listed[:, None])
-        tl.store(tile_bitmap_ptr + tile, tl.where(full != 0, -1, kind - FIRST_BITMAP), mask=listed)
+        listed = tl.load(taken_ptr + x // PER_BLOCK * stride_c, mask=x < end, other=0) != 0
+        bitmap = EVERYTHING + ((x + 1) * BLOCK > columns).to(tl.int32)
+        if CAUSAL:
+            bitmap += tl.where(x == row_block, 2, 0)
+        full = (listed & (bitmap == EVERYTHING)).to(tl.int32)
+        partial = (listed & (bitmap != EVERYTHING)).to(tl.int32)
+        if WRITE:
+            tile = tl.where(full != 0, full_end + tl.cumsum(full, 0) - 1, partial_end + tl.cumsum(partial, 0) - 1)
+            # Columns that no row keeps repeat one of the tile.
+            column = tl.minimum(x[:, None] * BLOCK + n[None, :], last_column)
+            tl.store(columns_ptr + tile.to(tl.int64)[:, None] * BLOCK + n[None, :], column, mask=listed[:, None])
+            tl.store(tile_bitmap_ptr + tile, bitmap, mask=listed)
         full_end += tl.sum(full, 0)
         partial_end += tl.sum(partial, 0)
+    if not WRITE:
+        tl.store(row_block_ptr + pid + 1, partial_end + full_end)
+        tl.store(partial_count_ptr + pid, tl.where(is_bad, _NAN_ROW_BLOCK, partial_end))

@@ -7,13 +7,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists, both_sizes, empty_tiles, store_counts
+from stof.dynamic.backward_lists import BackwardLists, empty_tiles
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
+from stof.kernels.triton.backward_tiles import NAN_ROW_BLOCK, BackwardTiles
+from stof.kernels.triton.work_list import Work
 from stof.runtime.cache_keys import on_grid
 
 # Columns handled at once, in lists and of a dense mask.
 _COPY, _COLUMNS = 1024, 128
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLists:
+    """Lists of one layout of a dense mask: the forward and the backward kernels read the same tiles.
+
+    Attributes:
+        problem: sizes of the layout.
+        work: what the block-wise kernel reads; not filled for the backward kernels.
+        tiles: what the backward kernels read.
+        owner: int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`.
+    """
+
+    problem: DynamicSizes
+    work: Work
+    tiles: BackwardTiles
+    owner: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,78 +40,84 @@ class DenseBuffers(WorkBuffers):
     """Lists for a dense mask.
 
     Attributes:
-        owner: int32 `[tiles, 2]`, see `triton_kernels.dense_bitmaps`.
+        lists: of the mask.
         density: largest share of all scores that tiles may take, None for all.
     """
 
-    owner: Tensor
+    lists: DenseLists
     density: float | None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.owner)
+        return (*super().tensors(), self.lists.owner, self.lists.tiles.row_block_ptr, self.lists.tiles.partial_count)
+
+    def fill(self, *tensors: Tensor) -> None:
+        """Write the work of a dense mask, and the lists for its gradients.
+
+        Args:
+            tensors: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
+        """
+        (keep,) = tensors
+        keep = keep if keep.dtype == torch.int32 else keep.view(torch.uint8)
+        _list_tiles(self.lists, keep, self.flags, in_work=True)
+        for lists in self.backward.values():
+            lists.fill(keep)
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
-        both = [dense_buffers(sizes, self.density, self.flags) for sizes in both_sizes(self.problem, size)]
-        dq, dkv = (
-            empty_tiles(
-                part.problem, part.work.pattern_of, part.work.partial_columns, part.work.partial_bitmap,
-                part.work.bitmaps, contiguous=False, last_first=part is both[0],
-            )
-            for part in both
-        )  # fmt: skip
-        return BackwardLists(dq, dkv, tuple(both))
+        flags, device = self.flags, self.flags.device
+        of_mask, of_transposed = (self.problem.in_squares(size, transposed=transposed) for transposed in (False, True))
+        is_filled = of_mask == self.problem
+        dq = self.lists if is_filled else _empty_lists(of_mask, self.density, device)
+        dkv = _empty_lists(of_transposed, self.density, device, transposed=True)
+
+        def fill(keep: Tensor) -> None:
+            if not is_filled:
+                _list_tiles(dq, keep, flags)
+            _list_tiles(dkv, keep, flags, transposed=True)
+
+        return BackwardLists(dq.tiles, dkv.tiles, (dq.owner, dkv.owner), fill)
 
 
-def dense_buffers(problem: DynamicSizes, density: float | None, flags: Tensor) -> DenseBuffers:
-    """Lists for tiles that hold a share `density` of all scores; None for all of them.
-
-    Args:
-        problem: the sizes.
-        density: see `DenseBuffers`.
-        flags: see `WorkBuffers`, on the lists' device.
-    """
-    device = flags.device
-    per_row = -(-problem.kv_len // problem.block_n)
-    # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
-    tiles = problem.row_blocks * (per_row + 1)
-    if density is not None:
-        tiles = min(tiles, max(1, int(problem.row_blocks * per_row * density)))
-    tiles *= problem.patterns
-    zeros = int_zeros(device)
+def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseBuffers:
+    """Lists for tiles that hold a share `density` of all scores; None for all of them."""
+    lists = _empty_lists(problem, density, device)
     return DenseBuffers(
-        problem=problem,
-        work=empty_work(problem, device, tiles=tiles, bitmaps=tiles),
-        flags=flags,
-        owner=zeros(tiles, 2),
-        density=density,
+        problem=problem, work=lists.work, flags=int_zeros(device)(problem.patterns), lists=lists, density=density
     )
 
 
-def fill_dense(buffers: DenseBuffers, keep: Tensor) -> None:
-    """Write the work of a dense mask, and the lists for its gradients.
+def _empty_lists(
+    problem: DynamicSizes, density: float | None, device: torch.device, transposed: bool = False
+) -> DenseLists:
+    per_row = -(-problem.kv_len // problem.block_n)
+    # Columns are gathered: two tiles of a row block, one of each kind, may be less than full.
+    count = problem.row_blocks * (per_row + 1)
+    if density is not None:
+        count = min(count, max(1, int(problem.row_blocks * per_row * density)))
+    count *= problem.patterns
+    work = empty_work(problem, device, tiles=count, bitmaps=count)
+    tiles = empty_tiles(
+        problem, work.pattern_of, work.partial_columns, work.partial_bitmap, work.bitmaps, contiguous=False,
+        last_first=not transposed,
+    )  # fmt: skip
+    return DenseLists(problem, work, tiles, int_zeros(device)(count, 2))
+
+
+def _list_tiles(
+    lists: DenseLists, keep: Tensor, flags: Tensor, *, in_work: bool = False, transposed: bool = False
+) -> None:
+    """Write the tiles of a mask, or of the transposed mask.
 
     Args:
-        buffers: from `dense_buffers`.
-        keep: bool `[B | 1, H | 1, Sq, Skv]`, or bits of it, int32 `[B | 1, H | 1, Sq, ceil(Skv / 32)]`.
-    """
-    keep = keep if keep.dtype == torch.int32 else keep.view(torch.uint8)
-    _list_tiles(buffers, keep)
-    for lists in buffers.backward.values():
-        of_mask, of_transposed = lists.tables
-        store_counts(lists.dq, *_list_tiles(of_mask, keep))
-        store_counts(lists.dkv, *_list_tiles(of_transposed, keep, transposed=True))
-
-
-def _list_tiles(buffers: DenseBuffers, keep: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the tiles of a mask, or of the transposed mask; bytes or words `[B | 1, H | 1, ...]`.
-
-    Returns:
-        Partial tiles, full tiles, and whether there is no room for them; all `[P, R]`.
+        lists: written to.
+        keep: of the mask, bytes or words `[B | 1, H | 1, ...]`.
+        flags: int32 `[P]`, of patterns without room for all tiles; their row blocks that have none become NaN.
+        in_work: whether `DenseLists.work` is filled.
+        transposed: whether tiles are those of the transposed mask.
     """
     from stof.dynamic.dense import triton_kernels as kernels
 
-    problem, work, device = buffers.problem, buffers.work, buffers.flags.device
+    problem, work, tiles, device = lists.problem, lists.work, lists.tiles, flags.device
     form = kernels.BYTES if keep.dtype == torch.uint8 else kernels.ROW_BITS if transposed else kernels.COLUMN_BITS
     keep = keep.transpose(2, 3) if transposed else keep
     strides = [0 if size == 1 else stride for size, stride in zip(keep.shape, keep.stride(), strict=True)]
@@ -103,53 +128,24 @@ def _list_tiles(buffers: DenseBuffers, keep: Tensor, transposed: bool = False) -
         keep, classes, *strides, problem.mask_heads, problem.row_blocks, column_blocks, problem.q_len,
         problem.kv_len, form.value, problem.block_m, _COLUMNS,
     )  # fmt: skip
-    shape = (problem.patterns, problem.row_blocks)
-    full_columns, any_columns = ((classes >= least).sum(1).view(shape) for least in (2, 1))
-    full = torch.div(full_columns, problem.block_n, rounding_mode="floor")
-    partial = _up(any_columns - full * problem.block_n, problem.block_n)
-    problems = int_zeros(device)(problem.patterns)
-    begin, full_begin, place, poisoned = _placed(partial, full, problems != 0, buffers.tiles)
-    _flag(buffers, problems, poisoned)
-    rows = torch.stack([place, begin, partial, full_begin, full, poisoned], -1).int()
-    buffers.owner.fill_(-1)
+    width = problem.block_n
+    full_columns, any_columns = ((classes >= least).sum(1) for least in (2, 1))
+    full = torch.div(full_columns, width, rounding_mode="floor")
+    partial = torch.div(any_columns - full * width + width - 1, width, rounding_mode="floor")
+    needed = partial + full
+    without_room = needed.cumsum(0) > len(lists.owner)
+    by_pattern = (problem.patterns, problem.row_blocks)
+    flags.bitwise_or_(torch.where(without_room.view(by_pattern).any(1), OVERFLOW, 0).int())
+    torch.cumsum(torch.where(without_room, 0, needed), 0, dtype=torch.int32, out=tiles.row_block_ptr[1:])
+    tiles.partial_count.copy_(torch.where(without_room, NAN_ROW_BLOCK, partial))
+    # Longest first.
+    place = needed.view(by_pattern).argsort(dim=1, descending=True, stable=True).argsort(1).int() if in_work else needed
+    lists.owner.fill_(-1)
     on_grid(kernels.dense_fill, (count,))(
-        rows, classes, work.items, work.first_columns, work.partial_columns, work.partial_bitmap, buffers.owner,
-        problem.row_blocks, problem.kv_len, problem.block_n, _COPY,
+        tiles.row_block_ptr, tiles.partial_count, place, classes, work.items, work.first_columns, tiles.columns,
+        tiles.tile_bitmap, lists.owner, problem.row_blocks, problem.kv_len, in_work, problem.block_n, _COPY,
     )  # fmt: skip
-    on_grid(kernels.dense_bitmaps, (buffers.tiles,))(
-        keep, buffers.owner, work.partial_columns, work.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
+    on_grid(kernels.dense_bitmaps, (len(lists.owner),))(
+        keep, lists.owner, tiles.columns, tiles.bitmaps, *strides, problem.mask_heads, problem.row_blocks,
         problem.q_len, form.value, problem.block_m, problem.block_n,
     )  # fmt: skip
-    return partial, full, poisoned
-
-
-def _placed(partial: Tensor, full: Tensor, bad: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where the tiles of each row block go.
-
-    Args:
-        partial, full: int64 `[P, R]`, tiles of each kind, at most.
-        bad: bool `[P]`, patterns that are not computed.
-        tiles: room there is.
-
-    Returns:
-        First partial tile, first full tile, position in the item list (longest first), and whether the row block has no
-        buffers or belongs to a bad pattern; all `[P, R]`.
-    """
-    needed = torch.where(bad[:, None], 0, partial + full)
-    end = needed.flatten().cumsum(0).view_as(needed)
-    poisoned = bad[:, None] | (end > tiles)
-    begin = torch.where(poisoned, 0, end - needed)
-    order = needed.argsort(dim=1, descending=True, stable=True)
-    steps = torch.arange(needed.shape[1], device=needed.device).expand_as(order)
-    place = torch.empty_like(order).scatter_(1, order, steps)
-    return begin, begin + torch.where(poisoned, 0, partial), place, poisoned
-
-
-def _flag(buffers: WorkBuffers, problems: Tensor, poisoned: Tensor) -> None:
-    """Remember what was wrong."""
-    overflow = (poisoned & (problems == 0)[:, None]).any(1)
-    buffers.flags.bitwise_or_(problems | torch.where(overflow, OVERFLOW, 0).int())
-
-
-def _up(count: Tensor, step: int) -> Tensor:
-    return torch.div(count + step - 1, step, rounding_mode="floor")

@@ -7,11 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.dynamic.fill import (
-    store_item,
-    store_nan_item,
-    store_words,
-)
+from stof.dynamic.fill import store_item, store_nan_item, store_words
 
 # How a mask is stored: a byte for each score, or words with the bits of 32 columns, or of 32 rows.
 BYTES, COLUMN_BITS, ROW_BITS = (tl.constexpr(form) for form in range(3))
@@ -68,7 +64,9 @@ def dense_classes(
 @triton.jit
 @no_type_check
 def dense_fill(
-    rows_ptr,  # [P, R, 6] int32: place, first tile, partial tiles, first full tile, full tiles, NaN
+    row_block_ptr,  # [P * R + 1] int32, as the others of `BackwardTiles`
+    partial_count_ptr,
+    place_ptr,  # [P, R] int32, where items go
     classes_ptr,  # [P, R, Skv] int8
     items_ptr,
     first_columns_ptr,
@@ -77,22 +75,24 @@ def dense_fill(
     owner_ptr,  # [T, 2] int32, row block and number of columns of each partial tile
     row_blocks,
     kv_len,
+    IN_WORK: tl.constexpr,  # whether items are written
     BLOCK_N: tl.constexpr,
     COPY: tl.constexpr,
 ):
     """Columns of one row block's tiles: those all rows keep fill full tiles, the rest of them join the others."""
     pid = tl.program_id(0)
-    pattern = pid // row_blocks
     row_block = pid % row_blocks
-    row_ptr = rows_ptr + pid * 6
-    place = pattern * row_blocks + tl.load(row_ptr)
-    if tl.load(row_ptr + 5) != 0:
-        store_nan_item(items_ptr, place, row_block)
+    place = 0
+    if IN_WORK:
+        place = pid - row_block + tl.load(place_ptr + pid)
+    n_partial = tl.load(partial_count_ptr + pid)
+    if n_partial < 0:
+        if IN_WORK:
+            store_nan_item(items_ptr, place, row_block)
         return
-    partial_begin = tl.load(row_ptr + 1)
-    n_partial = tl.load(row_ptr + 2)
-    full_begin = tl.load(row_ptr + 3)
-    n_full = tl.load(row_ptr + 4)
+    partial_begin = tl.load(row_block_ptr + pid)
+    full_begin = partial_begin + n_partial
+    n_full = tl.load(row_block_ptr + pid + 1) - full_begin
     # Positions in the column list; what is left over of the full columns comes first among the partial ones.
     partial_at = partial_begin.to(tl.int64) * BLOCK_N
     full_at = full_begin.to(tl.int64) * BLOCK_N
@@ -120,9 +120,10 @@ def dense_fill(
         tl.store(bitmap_ptr + tile, tile)
         tl.store(owner_ptr + tile * 2, pid)
         tl.store(owner_ptr + tile * 2 + 1, tl.minimum(BLOCK_N, n_some - i * BLOCK_N))
-    tl.debug_barrier()
-    store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin,
-                partial_begin + n_partial, full_begin, full_begin + n_full, BLOCK_N)  # fmt: skip
+    if IN_WORK:
+        tl.debug_barrier()
+        store_item(items_ptr, first_columns_ptr, columns_ptr, bitmap_ptr, place, row_block, partial_begin, full_begin,
+                   full_begin, full_begin + n_full, BLOCK_N)  # fmt: skip
 
 
 @triton.jit

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.buffers import FilledTiles, WorkBuffers, empty_work, partition_items
+from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts
+from stof.masks.dynamic import NOT_ASCENDING, OUT_OF_RANGE
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -68,6 +69,18 @@ class SlashBuffers(WorkBuffers):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.slots, self.tables, self.bad, self.columns, self.slashes)
+
+    def fill(self, *tensors: Tensor) -> None:
+        """Read a `vertical_slash`, and fill the lists in use.
+
+        Args:
+            tensors: vertical columns and slash distances, int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused
+                places at the end. Lists that are not make their pattern's results NaN.
+        """
+        vertical, slash = (indices.contiguous() for indices in tensors)
+        key = (vertical.shape, vertical.dtype, slash.shape, slash.dtype)
+        self.launched(key, lambda: _reading(self, vertical, slash))(vertical, slash)
+        self.fill_lists()
 
     def work_launches(self) -> tuple[Launch, ...]:
         import triton
@@ -129,15 +142,7 @@ class SlashBuffers(WorkBuffers):
         partial = partial.expand(problem.patterns, -1)
         return TileCounts(partial, torch.zeros_like(partial))
 
-    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> FilledTiles:
-        """Lists for the Hopper kernel.
-
-        Raises:
-            UnfitLayoutError: see `hopper_refusals`; or more tiles than 32-bit offsets reach.
-        """
-        refused = self.hopper_refusals()
-        if refused or config != LayoutConfig(BLOCK, BLOCK):
-            raise UnfitLayoutError(next(iter(refused), f"{config} is not what vertical_slash takes"))
+    def hopper_tiles(self, config: LayoutConfig, split_tiles: int) -> HopperLists:
         problem, device = self.problem, self.flags.device
         counts = self.counts(config)
         count = counts.partial.numel()
@@ -151,34 +156,12 @@ class SlashBuffers(WorkBuffers):
         zeros = int_zeros(device)
         columns = zeros(nothing + 2, 1)
         columns[nothing:] = oob_column(problem.kv_len)
-        dealt = partition_items(counts.partial, counts.full, split_tiles, nothing, device)
-        lists = TileLists(
-            pattern_of=self.work.pattern_of,
-            items=dealt.items,
-            item_ptr=dealt.item_ptr,
-            tile_columns=columns,
-            tile_bitmap=zeros(nothing + 3),
-            bitmaps=zeros(bitmaps, BLOCK, 4),
-            row_order=zeros(0),
-            ranges=dealt.ranges,
-            compacted_keys=self.columns,
-            block_m=BLOCK,
-            block_n=BLOCK,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            slab=BLOCK,
-            row_step=1,
-            column_step=1,
-            chunks=dealt.chunks,
-            has_full=0,
-        )
-        tables = (
-            zeros(problem.patterns, 2, n),
-            zeros(problem.patterns, 2, n),
-            zeros(problem.patterns),
-            dealt.first_item,
-        )
-        return FilledTiles(lists, tables, _hopper_fills(self, lists, tables, slots, own_bitmaps, nothing))
+        lists, first_item = empty_lists(
+            self.work, counts, split_tiles, columns, bitmaps=zeros(bitmaps, BLOCK, 4), compacted_keys=self.columns,
+            block_m=BLOCK, block_n=BLOCK, slab=BLOCK, has_full=0,
+        )  # fmt: skip
+        tables = (zeros(problem.patterns, 2, n), zeros(problem.patterns, 2, n), zeros(problem.patterns), first_item)
+        return HopperLists(lists, tables, _hopper_fills(self, lists, tables, slots, own_bitmaps, nothing))
 
 
 def vertical_slash_buffers(
@@ -237,25 +220,7 @@ def _own_tiles(problem: DynamicSizes, verticals: int, distances: int, offset: in
     return [-(-count // block_n) for count in columns]
 
 
-def fill_vertical_slash(
-    buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int
-) -> None:
-    """Read a `vertical_slash`, and fill the lists in use.
-
-    Args:
-        buffers: from `vertical_slash_buffers`.
-        vertical, slash: int32 or int64 `[B | 1, H | 1, n]`, ascending, -1 in unused places at the end. Lists that
-            are not make their pattern's results NaN.
-        out_of_range, not_ascending: flags for lists that are not.
-    """
-    vertical, slash = vertical.contiguous(), slash.contiguous()
-    key = (vertical.shape, vertical.dtype, slash.shape, slash.dtype)
-    (tables,) = buffers.launched(key, lambda: (_reading(buffers, vertical, slash, out_of_range, not_ascending),))
-    tables(vertical, slash)
-    buffers.fill()
-
-
-def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_range: int, not_ascending: int) -> Launch:
+def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor) -> Launch:
     """What checks a mask's lists, and makes tables of them."""
     import triton
 
@@ -277,7 +242,7 @@ def _reading(buffers: SlashBuffers, vertical: Tensor, slash: Tensor, out_of_rang
             *strides(vertical), *strides(slash), problem.mask_heads, buffers.verticals, buffers.distances,
             problem.kv_len, problem.q_len + buffers.offset, words, buffers.columns.shape[-1],
         ),
-        (out_of_range, not_ascending, problem.block_m, at_once),
+        (OUT_OF_RANGE, NOT_ASCENDING, problem.block_m, at_once),
         num_warps=8,
     )  # fmt: skip
 

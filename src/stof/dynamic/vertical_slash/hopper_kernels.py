@@ -13,7 +13,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.dynamic.block_topk.hopper_kernels import store_range
+from stof.dynamic.block_topk.hopper_kernels import store_ranges
 from stof.dynamic.fill import store_columns
 from stof.dynamic.vertical_slash.tables import TABLES
 from stof.dynamic.vertical_slash.triton_kernels import seen_rows, window
@@ -175,14 +175,4 @@ def slash_fill(
             tl.store(tile_bitmap_ptr + tile, number)
             n_vertical += 1
     tiles = n_slash + n_vertical
-    item = tl.load(first_item_ptr + pid)
-    parts = tl.load(first_item_ptr + pid + 1) - item
-    for part in range(parts):
-        begin = part * tiles // parts
-        end = (part + 1) * tiles // parts
-        is_slash = begin < n_slash
-        first = q0 + tl.load(slash_tiles_ptr + tl.where(is_slash, begin, 0))
-        bitmap = tl.where(
-            is_slash, slash_bitmap + 2 * begin + (first < 0).to(tl.int32), vertical_bitmap + begin - n_slash
-        )
-        store_range(ranges_ptr, item + part, base + begin, base + end, base + end, bitmap, nothing, bad)
+    store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, base, tiles, tiles, nothing, bad)

@@ -96,8 +96,6 @@ def make_paired_lists(layout: Layout) -> TileLists:
         q_len=layout.q_len,
         kv_len=layout.kv_len,
         slab=config.slab or 0,
-        row_step=1,
-        column_step=1,
         chunks=0,
         has_full=bool((items[:, TILE_ITEM.partial_end] < items[:, TILE_ITEM.end]).any()),
         paired=True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import parts_of
+from stof.kernels.common import chunks_of
 from stof.kernels.hopper.config import FP8_TILE, ROW_BLOCKS, RUN, SMALL_TILE
 from stof.kernels.packed_integers import compacted_column, run_column
 from stof.layout import Layout
@@ -107,11 +107,11 @@ class TileLists:
     block_n: int
     q_len: int
     kv_len: int
-    slab: int
-    row_step: int
-    column_step: int
-    chunks: int
-    has_full: int
+    slab: int = 0
+    row_step: int = 1
+    column_step: int = 1
+    chunks: int = 0
+    has_full: int = 1
     exact_tiles: int = 1
     paired: int = 0
 
@@ -350,25 +350,20 @@ def split_items(
     """
     tiles = pointers.diff()
     blocks = len(tiles) // patterns
-    parts = parts_of(tiles, split_tiles)
-    owner = torch.repeat_interleave(torch.arange(len(tiles)), parts)
-    chunk = torch.arange(len(owner)) - (parts.cumsum(0) - parts)[owner]
-    low = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
-    high = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
-    begin, end = pointers[owner] + low, pointers[owner] + high
+    chunks = chunks_of(tiles, split_tiles, patterns)
+    owner = chunks.row_block
+    begin, end = pointers[owner] + chunks.begin, pointers[owner] + chunks.end
     partial_end = torch.minimum(torch.maximum(pointers[owner] + partial[owner], begin), end)
     empty = begin == end
     begin = torch.where(empty, dummy, begin)
     partial_end, end = torch.where(empty, dummy + 1, partial_end), torch.where(empty, dummy + 1, end)
-
-    split_parts = torch.where(parts > 1, parts, 0).view(patterns, blocks)
-    first_chunk = (split_parts.cumsum(1) - split_parts).flatten()
+    parts, number = chunks.parts, chunks.number
     items = torch.stack(
-        [owner % blocks, begin, partial_end, end, parts[owner], first_chunk[owner], chunk, chunk * 0], 1
+        [owner % blocks, begin, partial_end, end, parts, chunks.first_slot, number, torch.zeros_like(number)], 1
     ).int()
     pattern = torch.div(owner, blocks, rounding_mode="floor")
     item_ptr = torch.nn.functional.pad(torch.bincount(pattern, minlength=patterns).cumsum(0), (1, 0)).int()
-    return items, item_ptr, int(split_parts.sum(1).max())
+    return items, item_ptr, chunks.slots
 
 
 def choose_first_tile(item: Tensor, covered: Tensor, full: Tensor) -> Tensor:

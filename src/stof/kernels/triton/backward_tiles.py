@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import PARTIAL_TILE_COST, parts_of
+from stof.kernels.common import PARTIAL_TILE_COST, chunks_of
 from stof.kernels.config import KernelConfig
 from stof.kernels.triton.work_list import only_live_columns
 from stof.layout import Layout
@@ -81,10 +81,10 @@ class BackwardTiles:
     block_n: int
     rows: int
     row_blocks: int
-    slots: int
-    has_partial: bool
-    has_full: bool
-    full_contiguous: bool
+    slots: int = 0
+    has_partial: bool = True
+    has_full: bool = True
+    full_contiguous: bool = True
     has_nan: bool = False
 
 
@@ -180,19 +180,14 @@ def make_backward_tiles(layout: Layout, split_tiles: int = 0) -> BackwardTiles:
 
 def _items(layout: Layout, split_tiles: int) -> tuple[Tensor, Tensor, int]:
     """Work items, split row blocks, and slots of partial sums; see `BackwardTiles`."""
-    device = layout.device
     of_pattern = (layout.patterns, layout.row_blocks)
     tiles = layout.row_block_ptr.long().diff().view(of_pattern).amax(0)
     partial = layout.partial_count.long().view(of_pattern).amax(0)
     cost = tiles + (PARTIAL_TILE_COST - 1) * partial
-    chunks = parts_of(tiles, split_tiles)
-    row_block = torch.repeat_interleave(torch.arange(len(tiles), device=device), chunks)
-    chunk = torch.arange(len(row_block), device=device) - (chunks.cumsum(0) - chunks)[row_block]
-    is_split = chunks > 1
-    slots = torch.where(is_split, chunks, 0)
-    first_slot = slots.cumsum(0) - slots
-    items = torch.stack([row_block, chunk, chunks[row_block], first_slot[row_block] + chunk], 1)
-    longest = torch.argsort(cost[row_block] / chunks[row_block], descending=True, stable=True)
-    split = is_split.nonzero()[:, 0]
-    splits = torch.stack([split, first_slot[split], chunks[split]], 1)
-    return items[longest].int().contiguous(), splits.int().contiguous(), int(slots.sum())
+    chunks = chunks_of(tiles, split_tiles, 1)
+    row_block, first_slot = chunks.row_block, chunks.first_slot
+    items = torch.stack([row_block, chunks.number, chunks.parts, first_slot + chunks.number], 1)
+    longest = torch.argsort(cost[row_block] / chunks.parts, descending=True, stable=True)
+    firsts = (chunks.parts > 1) & (chunks.number == 0)
+    splits = torch.stack([row_block, first_slot, chunks.parts], 1)[firsts]
+    return items[longest].int().contiguous(), splits.int().contiguous(), chunks.slots

@@ -32,8 +32,4 @@ def filled_backward_tiles(filled: FilledTiles, rows: int) -> BackwardTiles:
         block_n=filled.columns.shape[1],
         rows=rows,
         row_blocks=filled.row_blocks,
-        slots=0,
-        has_partial=True,
-        has_full=True,
-        full_contiguous=True,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.common import PARTIAL_TILE_COST, parts_of
+from stof.kernels.common import PARTIAL_TILE_COST, chunks_of, parts_of
 from stof.kernels.config import KernelConfig
 from stof.layout import Layout
 
@@ -101,11 +101,11 @@ class Work:
     block_n: int
     q_len: int
     kv_len: int
-    chunks: int
-    splits: int
-    has_partial: int
-    has_full: int
-    full_runs: int
+    chunks: int = 0
+    splits: int = 0
+    has_partial: int = 1
+    has_full: int = 1
+    full_runs: int = 0
     has_nan_items: int = 0
     shared: int = 0
     contiguous_tiles: int = 0
@@ -222,11 +222,8 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
     full_before = pointers - partial_before
     tiles, partials = pointers.diff(), partial_before.diff()
 
-    parts = parts_of(tiles, split_tiles)
-    owner = torch.repeat_interleave(torch.arange(len(tiles), device=device), parts)
-    chunk = torch.arange(len(owner), device=device) - (parts.cumsum(0) - parts)[owner]
-    begin = torch.div(chunk * tiles[owner], parts[owner], rounding_mode="floor")
-    end = torch.div((chunk + 1) * tiles[owner], parts[owner], rounding_mode="floor")
+    chunks = chunks_of(tiles, split_tiles, patterns)
+    owner, begin, end = chunks.row_block, chunks.begin, chunks.end
 
     def within(low: Tensor, high: Tensor, before: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """`begin`..`end` cut to one kind of tile, numbered among all tiles of that kind."""
@@ -238,25 +235,15 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
     partial_begin, partial_end = within(zero, some, partial_before[:-1][owner], zero)
     full_begin, full_end = within(some, tiles[owner], full_before[:-1][owner], some)
 
-    is_split = (parts > 1).view(patterns, row_blocks)
+    is_split = (parts_of(tiles, split_tiles) > 1).view(patterns, row_blocks)
     split = (is_split.long().cumsum(1) - 1).flatten()
-    split_parts = torch.where(is_split, parts.view(patterns, row_blocks), 0)
-    first_chunk = (split_parts.cumsum(1) - split_parts).flatten()
     values = torch.stack(
         [
-            owner % row_blocks,
-            partial_begin,
-            partial_end,
-            full_begin,
-            full_end,
-            parts[owner],
-            first_chunk[owner],
-            chunk,
-            split[owner].clamp(min=0),
-            *[torch.zeros_like(chunk)] * (len(WORK_ITEM) - 9),
+            owner % row_blocks, partial_begin, partial_end, full_begin, full_end, chunks.parts, chunks.first_slot,
+            chunks.number, split[owner].clamp(min=0), *[torch.zeros_like(owner)] * (len(WORK_ITEM) - 9),
         ],
         1,
-    ).int()
+    ).int()  # fmt: skip
 
     cost = (partial_end - partial_begin) * PARTIAL_TILE_COST + (full_end - full_begin)
     pattern = torch.div(owner, row_blocks, rounding_mode="floor")
@@ -266,4 +253,4 @@ def _items(layout: Layout, is_partial: Tensor, split_tiles: int) -> tuple[Tensor
     place = torch.arange(len(owner), device=device) - (count.cumsum(0) - count)[pattern[order]]
     items = torch.full((patterns, int(count.max()), len(WORK_ITEM)), -1, dtype=torch.int32, device=device)
     items[pattern[order], place] = values[order]
-    return items, int(split_parts.sum(1).max()), int(is_split.sum(1).max())
+    return items, chunks.slots, int(is_split.sum(1).max())
