@@ -155,6 +155,7 @@ class Sized:
     """A plan that takes some memory; asks whether the cache's lock is held while it is measured."""
 
     when_grown: Any
+    is_filled = False
 
     def __init__(self, size: int, cache: PlanCache) -> None:
         self.size, self.cache = size, cache

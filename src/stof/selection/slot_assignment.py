@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    _Array = npt.NDArray[Any]
 
 # Most waves of thread blocks that are placed one by one. With more, the mean load of a slot is close enough.
 _WAVES = 12
@@ -30,6 +31,8 @@ def last_slot(loads: Tensor, each: Tensor, copies: Tensor, slots: int) -> Tensor
 
 def _placed(loads: _Array, each: _Array, copies: _Array, slots: int) -> _Array:
     """`last_slot` by placing one thread block after another; in NumPy, whose calls take a fifth of PyTorch's time."""
+    import numpy as np
+
     # Fractions of copies add up to whole ones.
     copied = np.ceil(np.cumsum(copies)).astype(np.int64)
     copied[-1] = np.ceil(copies.sum())
