@@ -41,8 +41,6 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "made_for_calls", make)
     monkeypatch.setattr(select, "device_model", lambda device: load_model(DEFAULT_DEVICE))
     monkeypatch.setattr(select, "shared_memory_limit", lambda device: 227 * 2**10)
-    on_host = lambda *given, **sizes: MaskGeometry(*given, **(sizes | {"device": "cpu"}))  # noqa: E731
-    monkeypatch.setattr(backward, "MaskGeometry", on_host)
     kept_by_structure.clear()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from stof.errors import KernelError, UnsupportedError
 from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
-from stof.masks import Mask, transposed
+from stof.masks import Mask
 from stof.masks.tensors import DenseMask
 from stof.plans.filled import keep_tiling, kept_tiling
 from stof.plans.kept_choices import kept_by_structure, structure_key
@@ -130,17 +130,11 @@ class PlanGradients:
         plan = self._plan
         if swap not in self._geometries:
             geometry = plan.mask_geometry
-            if geometry is not None and not swap:
-                self._geometries[swap] = geometry
-                return geometry
             if geometry is None:
                 mask: Mask = DenseMask(plan.to_dense(), copied=True)
-                sizes = (plan.mask_batch, plan.mask_heads)
-            else:
-                mask, sizes = geometry.evaluated, (geometry.batch, geometry.heads)
-            lengths = (plan.kv_len, plan.q_len) if swap else (plan.q_len, plan.kv_len)
-            mask = transposed(mask) if swap else mask
-            self._geometries[swap] = MaskGeometry(mask, *lengths, batch=sizes[0], heads=sizes[1], device=plan.device)
+                sizes = {"batch": plan.mask_batch, "heads": plan.mask_heads}
+                geometry = MaskGeometry(mask, plan.q_len, plan.kv_len, device=plan.device, **sizes)
+            self._geometries |= {False: geometry, True: geometry.transposed()}
         return self._geometries[swap]
 
 

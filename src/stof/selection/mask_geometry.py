@@ -14,7 +14,7 @@ from stof.layout.builders.gpu.build import pattern_numbers
 from stof.layout.builders.host_first import has_gpu_form, host_mask, scores_of
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
-from stof.masks import Mask
+from stof.masks import Mask, transposed
 from stof.masks.index import Index
 from stof.masks.structure import Outline, dense_statistics, outline
 from stof.runtime.memory import made_for_calls
@@ -84,6 +84,13 @@ class MaskGeometry(Geometry):
             make = functools.partial(scores_of, self.mask, self.q_len, self.kv_len, self.dims, self.device)
             scores = made_for_calls(self.device, make)
         return self.mask if scores is None else scores
+
+    def transposed(self) -> MaskGeometry:
+        """That of the mask with queries and keys swapped, at the same sizes: it has the same patterns."""
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.heads, "device": self.device}
+        swapped = MaskGeometry(transposed(self.evaluated), self.kv_len, self.q_len, **sizes)
+        swapped.__dict__ |= {"dims": self.dims, "which": self.which}  # cached properties
+        return swapped
 
     def copies(self) -> list[Tensor]:
         """Tensors that are held besides those of the mask."""
