@@ -53,12 +53,12 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.builders.gpu import build
-    from stof.layout.builders.gpu import build_kernels as kernels
-    from stof.layout.builders.gpu import count as survey
-    from stof.layout.builders.gpu import count_kernel as counting
-    from stof.layout.builders.gpu import mask_input as source
-    from stof.layout.builders.gpu import tile_bits as reading
+    from stof.layout.fill import layouts
+    from stof.layout.fill import bitmap_kernels as kernels
+    from stof.layout.fill import slab_counts as survey
+    from stof.layout.fill import slab_kernel as counting
+    from stof.layout.fill import mask_input as source
+    from stof.layout.fill import tile_bits as reading
 
     ints, i = "*i32", "i32"
     writing = {"num_warps": build._WRITERS}
@@ -80,7 +80,7 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     """The same for kernels that fill tile lists."""
     from stof.kernels.hopper.fill_work import write_work
     from stof.kernels.triton.fill_items import write_items
-    from stof.layout.builders.gpu import mask_input as source
+    from stof.layout.fill import mask_input as source
     from stof.layout.fill import count_kernels, tiles, write_kernels
 
     ints, i = "*i32", "i32"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.builders.gpu import build as device_build
-from stof.layout.builders.gpu import mask_input as device_source
-from stof.layout.builders.gpu.build import device_layout
-from stof.layout.builders.gpu.count import device_columns, device_counts
+from stof.layout.fill import layouts as device_build
+from stof.layout.fill import mask_input as device_source
+from stof.layout.fill.layouts import device_layout
+from stof.layout.fill.slab_counts import device_columns, device_counts
 from stof.layout.compaction import column_use
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
@@ -323,7 +323,7 @@ def test_several_patterns(name: str) -> None:
 @pytest.mark.parametrize("tiles", [4, pytest.param(140, marks=pytest.mark.slow)])
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
     """Few bitmaps are numbered in one way, more of them in another."""
-    from stof.layout.builders.gpu import build_kernels as kernels
+    from stof.layout.fill import bitmap_kernels as kernels
 
     keep = torch.rand(16, 16 * tiles, generator=torch.Generator().manual_seed(0)) < 0.5
     mask, config = masks.from_dense(keep.to(DEVICE)), LayoutConfig(16, 16)

@@ -16,8 +16,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bits, program_bounds
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.fill.program import program_bits, program_bounds
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Codes of tiles.
 EMPTY, PARTIAL, FULL = (tl.constexpr(code) for code in range(3))

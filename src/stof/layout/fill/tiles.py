@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.layout.builders.gpu.input_forms import PROGRAM
-from stof.layout.builders.gpu.mask_input import Source, source_of
+from stof.layout.fill.input_forms import PROGRAM
+from stof.layout.fill.mask_input import Source, source_of
 from stof.layout.limits import MOST_WORDS
 from stof.masks import Mask
 from stof.masks.gpu_program import Op

@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bits, run_of_bits
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, start_of
+from stof.layout.fill.program import program_bits, run_of_bits
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, start_of
 from stof.layout.fill.count_kernels import CHUNK, FULL, PARTIAL, state_pointers
 
 # Bitmaps that come before those of partial tiles.

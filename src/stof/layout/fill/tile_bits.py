@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu import input_forms
-from stof.layout.builders.gpu.program import draw_blocks, program_bits, run_of_bits
+from stof.layout.fill import input_forms
+from stof.layout.fill.program import draw_blocks, program_bits, run_of_bits
 
 PROGRAM = tl.constexpr(input_forms.PROGRAM)
 QUADS = tl.constexpr(input_forms.QUADS)

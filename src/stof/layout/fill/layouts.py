@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from stof.layout.bitmaps import words
-from stof.layout.builders.gpu.mask_input import Source, on_device, source_of, triton_modules
+from stof.layout.fill.mask_input import Source, on_device, source_of, triton_modules
 from stof.layout.config import LayoutConfig
 from stof.layout.layout import Layout
 from stof.masks import Mask

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.layout.builders.gpu.input_forms import BYTES, PROGRAM, QUADS
+from stof.layout.fill.input_forms import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 
@@ -70,8 +70,8 @@ def on_device(make: Callable[P, T | None]) -> Callable[P, T | None]:
 @functools.cache
 def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
-    from stof.layout.builders.gpu import build_kernels as kernels
-    from stof.layout.builders.gpu import tile_bits as reading
+    from stof.layout.fill import bitmap_kernels as kernels
+    from stof.layout.fill import tile_bits as reading
     from stof.runtime import launch
 
     return kernels, reading, launch

@@ -12,8 +12,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bounds
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.fill.program import program_bounds
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Codes of tiles: empty ones, full ones, and from 1 on the slots of partial ones.
 _EMPTY = tl.constexpr(0)

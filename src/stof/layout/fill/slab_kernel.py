@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bounds
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.fill.program import program_bounds
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a thread block.
 KINDS = tl.constexpr(9)
