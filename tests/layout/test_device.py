@@ -249,7 +249,7 @@ def test_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch, few: in
     """Few bitmaps are compared with each other; for more, all tiles are gone through."""
     from stof.layout.fill import bitmap_kernels
 
-    monkeypatch.setattr(bitmap_kernels, "_CHUNK", tl.constexpr(16))
+    monkeypatch.setattr(bitmap_kernels, "_SCANNED", tl.constexpr(16))
     monkeypatch.setattr(bitmap_kernels, "_FEW", tl.constexpr(few))
     monkeypatch.setattr(bitmap_kernels, "_COMPARED_AT_ONCE", tl.constexpr(4))
     generator = torch.Generator().manual_seed(0)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 # Codes of tiles.
 EMPTY, PARTIAL, FULL = (tl.constexpr(code) for code in range(3))
-# Tiles, and slots, looked at together: few enough that their registers do not lower the occupancy of `count_tiles`.
-_CHUNK = tl.constexpr(512)
+# Tiles that the last thread block looks at together.
+_SCANNED = tl.constexpr(512)
 # Bitmaps that are numbered by comparing them with each other, and how many of them at once with all.
 _FEW = tl.constexpr(128)
 _COMPARED_AT_ONCE = tl.constexpr(32)
@@ -124,8 +124,8 @@ def number_bitmaps(state_ptr, code_ptr, taken_count_ptr, identity_ptr, row_block
         clash = _hash_collisions(keys_ptr, slots, slot, n < distinct)
     else:  # by going through all tiles
         count = 0
-        for start in range(0, tiles, _CHUNK):
-            tile = start + tl.arange(0, _CHUNK)
+        for start in range(0, tiles, _SCANNED):
+            tile = start + tl.arange(0, _SCANNED)
             partial = tl.load(code_ptr + tile, mask=tile < tiles, other=0) == PARTIAL
             if tl.max(partial.to(tl.int32), 0) > 0:
                 slot = tl.load(slot_ptr + tile, mask=partial, other=0)
@@ -146,10 +146,10 @@ def number_bitmaps(state_ptr, code_ptr, taken_count_ptr, identity_ptr, row_block
 @no_type_check
 def _write_identity(identity_ptr, code_ptr, slot_ptr, number_ptr, first, count):
     """Write 128 bits that tell the tiles of a pattern, `count` from `first` on, from those of another."""
-    a = tl.zeros([_CHUNK], tl.uint64)
-    b = tl.zeros([_CHUNK], tl.uint64)
-    for start in range(0, count, _CHUNK):
-        n = start + tl.arange(0, _CHUNK)
+    a = tl.zeros([_SCANNED], tl.uint64)
+    b = tl.zeros([_SCANNED], tl.uint64)
+    for start in range(0, count, _SCANNED):
+        n = start + tl.arange(0, _SCANNED)
         code = tl.load(code_ptr + first + n, mask=n < count, other=0).to(tl.int32)
         slot = tl.load(slot_ptr + first + n, mask=code == PARTIAL, other=0)
         bitmap = code + tl.load(number_ptr + slot, mask=code == PARTIAL, other=0) * 4

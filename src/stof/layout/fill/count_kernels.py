@@ -20,13 +20,23 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.fill.bitmap_kernels import EMPTY, FULL, PARTIAL, find_slot, hashed, number_bitmaps, table_pointers
+from stof.layout.fill.bitmap_kernels import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    find_slot,
+    hashed,
+    number_bitmaps,
+    table_pointers,
+)
 from stof.layout.fill.program import program_bits, program_bounds
 from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Row blocks, tiles of a row block, keys and words of keys that are handled together.
 KEYS = 1024
 CHUNK = tl.constexpr(KEYS)
+# Row blocks whose tiles are added up together: few enough that their registers do not lower the kernel's occupancy.
+_SUMMED = tl.constexpr(256)
 # Queries that are tested for each key before all queries are, see `find_unseen_keys`.
 _WITNESSES = tl.constexpr(3)
 
@@ -281,8 +291,8 @@ def _add_up(
     )
     partial_tiles = 0
     tiles = 0
-    for first in range(0, blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
+    for first in range(0, blocks, _SUMMED):
+        block = first + tl.arange(0, _SUMMED)
         partial = tl.load(count_ptr + block, mask=block < blocks, other=0)
         both = partial + tl.load(count_ptr + blocks + block, mask=block < blocks, other=0)
         tl.store(begin_ptr + block, partial_tiles + tl.cumsum(partial, 0) - partial, mask=block < blocks)
@@ -302,8 +312,8 @@ def _add_up(
             else:
                 first_unseen = kv_len
                 end_of_seen = 0
-                for first in range(0, seen_words, CHUNK):
-                    word = first + tl.arange(0, CHUNK)
+                for first in range(0, seen_words, _SUMMED):
+                    word = first + tl.arange(0, _SUMMED)
                     seen = tl.load(seen_ptr + pattern * seen_words + word, mask=word < seen_words, other=0)
                     # The number of trailing ones, and of bits up to the last one.
                     ones = _low_ones(seen)

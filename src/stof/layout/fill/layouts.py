@@ -95,14 +95,9 @@ class LayoutFill(TileFill):
         total, distinct, clash, *identities = self._mailbox.read(3 + 4 * patterns)
         return [total - 1, distinct - 1, clash - 1, *identities]
 
-    def layout(self, tiles: int, distinct: int, rows: tuple[Tensor, ...], config: LayoutConfig) -> Layout:
+    def layout(self, tiles: int, distinct: int, rows: tuple[Tensor, Tensor, Tensor], config: LayoutConfig) -> Layout:
         """The layout of so many tiles and bitmaps; `rows` are of `_row_tensors`."""
         shapes = (tiles,), (tiles,), (distinct, config.block_m, words(config.block_n))
-        pattern_of, pointers, partial_count, base, tile_bitmap, bitmaps = self._write(
-            self._source, rows, shapes, tiles, 1
-        )
-        gathered = base.new_empty(0, 1)
+        base, tile_bitmap, bitmaps = self._write(self._source, rows, shapes, tiles, 1)
         q_len, kv_len = self._sized[1:3]
-        return Layout(
-            q_len, kv_len, config, pattern_of, pointers, partial_count, base, gathered, tile_bitmap, bitmaps
-        )  # fmt: skip
+        return Layout(q_len, kv_len, config, *rows, base, base.new_empty(0, 1), tile_bitmap, bitmaps)

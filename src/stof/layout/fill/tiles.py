@@ -152,8 +152,9 @@ class TileFill:
         width = self._block_n if every_column else 1
         shapes = (tiles + SPARE_TILES, width), (tiles + SPARE_TILES,), (partial + 2, self._block_m, 4)
         # Tiles that are moved to the seen keys may begin at any column.
-        tensors = self._write(self._source.in_bytes(), self._row_tensors(), shapes, tiles, width)
-        return FilledTiles(*tensors, tiles, self._row_blocks)
+        rows = self._row_tensors()
+        columns, tile_bitmap, bitmaps = self._write(self._source.in_bytes(), rows, shapes, tiles, width)
+        return FilledTiles(*rows, columns, tile_bitmap, bitmaps, tiles, self._row_blocks)
 
     def _row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """`pattern_of`, `row_block_ptr` and `partial_count`, for the kernel to write."""
@@ -167,21 +168,21 @@ class TileFill:
     def _write(
         self, source: Source, rows: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], tiles: int, width: int
     ) -> tuple[Tensor, ...]:
-        """Write tensors of tiles with these shapes; returned after `rows`, which are of `_row_tensors`."""
+        """Write `rows`, which are of `_row_tensors`, and new tensors of tiles with these shapes, which are returned."""
         from stof.layout.fill import write_kernels
         from stof.runtime.launch import launch
 
         device, group = self._device, self._written_together
-        tensors = *rows, *(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+        of_tiles = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
         groups = -(-self._columns // group)
         at_once = source.rows_at_once(self._block_m, self._block_n)
         launch(
             write_kernels.write_tiles, self._blocks * groups + 1,
-            (self._state if source.dense is None else source.dense, self._state, *tensors),
+            (self._state if source.dense is None else source.dense, self._state, *rows, *of_tiles),
             (*source.strides, *self._sized, groups, *self._table, tiles, rows[0].numel()),
             (source.kind, self._block_m, self._block_n, at_once, group, width, self._as_layout), device=device,
         )  # fmt: skip
-        return tensors
+        return of_tiles
 
 
 def start_fill(

@@ -127,15 +127,15 @@ def write_tiles(
     # In lists, partial tiles of the group have consecutive bitmaps, in the order of their columns.
     number = tl.load(begin_ptr + block) + partial_before + KNOWN
     for n in range(tl.minimum(GROUP, columns - first_column)):
-        column = first_column + n
-        writes = tl.load(code_ptr + column) == PARTIAL
+        tile_column = first_column + n
+        writes = tl.load(code_ptr + tile_column) == PARTIAL
         if LAYOUT:
-            slot = tl.load(slot_ptr + column, mask=writes, other=0)
+            tile_slot = tl.load(slot_ptr + tile_column, mask=writes, other=0)
             # The first tile of a slot writes its bitmap.
-            writes = writes & ((blocks - block) * columns - column == tl.load(after_ptr + slot))
-            number = tl.load(number_ptr + slot)
+            writes = writes & ((blocks - block) * columns - tile_column == tl.load(after_ptr + tile_slot))
+            number = tl.load(number_ptr + tile_slot)
         if writes:
-            least = column * BLOCK_N
+            least = tile_column * BLOCK_N
             # In a list of all columns, those past the seen keys are others, and their bits are 0.
             kv_begin = tl.minimum(least, seen - BLOCK_N) if WIDTH == 1 and not LAYOUT else least
             for first in range(0, BLOCK_M, ROWS):
