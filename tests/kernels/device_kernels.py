@@ -85,7 +85,7 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width, False]
                 yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 17, *constants], {}
-        counted, written = (layouts._TOGETHER,) * 2 if is_program else (layouts._READ, tiles.WRITTEN[False])
+        counted, written = layouts._TOGETHER if is_program else layouts._READ, layouts._WRITTEN[is_program]
         for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield count_kernels.count_tiles, [read, ints, ints, *[i] * 15, *sizes, counted, True], {}

@@ -373,7 +373,7 @@ def test_free_mailboxes_of_builds_that_fail_are_not_given_to_others(monkeypatch:
     def fail(*given: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(LayoutFill, "_row_tensors", fail)
+    monkeypatch.setattr(LayoutFill, "row_tensors", fail)
     with pytest.raises(torch.OutOfMemoryError):
         on_device(masks.causal(), 40, 40, config)
     (mailbox,) = device_source._in_use - in_use

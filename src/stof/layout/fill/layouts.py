@@ -12,7 +12,7 @@ from torch import Tensor
 from stof.layout.bitmaps import words
 from stof.layout.config import LayoutConfig
 from stof.layout.fill.mask_input import on_device, source_of
-from stof.layout.fill.tiles import WRITTEN, TileFill
+from stof.layout.fill.tiles import TileFill
 from stof.layout.layout import Layout
 from stof.masks import Mask
 from stof.masks.base import numbered
@@ -20,10 +20,12 @@ from stof.masks.gpu_program import programs_of
 
 # The table of bitmaps has room for each tile to differ. Larger problems are left to `stof.layout.builders.closed_form`.
 MOST_TILES = 2**20
-# Tiles of a row block that one thread block handles: 4 of a mask given as a program, 16 where the mask has at least
+# Tiles of a row block that one thread block counts: 4 of a mask given as a program, 16 where the mask has at least
 # `_MANY` tiles, which pays for compiling a second kernel; 1 of a dense mask, whose tiles are all read.
 _TOGETHER, _TOGETHER_OF_MANY, _READ = 4, 16, 1
 _MANY = 2**17
+# Tiles that one thread block writes, of programs and of dense masks.
+_WRITTEN = {True: 16, False: 4}
 
 
 @on_device
@@ -55,7 +57,7 @@ def device_layout(
             return None
         build = LayoutFill(source, mask_dims, which, (q_len, kv_len), config.block_m, config.block_n, device)
         # While the device computes, the host prepares what does not depend on the results.
-        rows = build._row_tensors()
+        rows = build.row_tensors()
         total, distinct, clash, *identities = build.results()
         if clash:
             return None
@@ -85,8 +87,8 @@ class LayoutFill(TileFill):
     _as_layout = True
 
     def _groups(self) -> tuple[int, int]:
-        group = _TOGETHER if self._blocks * self._columns <= _MANY else _TOGETHER_OF_MANY
-        return (group, group) if self._is_program else (_READ, WRITTEN[False])
+        counted = _TOGETHER if self._blocks * self._columns <= _MANY else _TOGETHER_OF_MANY
+        return counted if self._is_program else _READ, _WRITTEN[self._is_program]
 
     def results(self) -> list[int]:
         """Tiles, bitmaps, how many hashes clash, and four numbers that identify each of several patterns."""
@@ -96,7 +98,7 @@ class LayoutFill(TileFill):
         return [total - 1, distinct - 1, clash - 1, *identities]
 
     def layout(self, tiles: int, distinct: int, rows: tuple[Tensor, Tensor, Tensor], config: LayoutConfig) -> Layout:
-        """The layout of so many tiles and bitmaps; `rows` are of `_row_tensors`."""
+        """The layout of so many tiles and bitmaps; `rows` are of `row_tensors`."""
         shapes = (tiles,), (tiles,), (distinct, config.block_m, words(config.block_n))
         base, tile_bitmap, bitmaps = self._write(self._source, rows, shapes, tiles, 1)
         q_len, kv_len = self._sized[1:3]

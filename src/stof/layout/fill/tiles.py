@@ -152,11 +152,11 @@ class TileFill:
         width = self._block_n if every_column else 1
         shapes = (tiles + SPARE_TILES, width), (tiles + SPARE_TILES,), (partial + 2, self._block_m, 4)
         # Tiles that are moved to the seen keys may begin at any column.
-        rows = self._row_tensors()
+        rows = self.row_tensors()
         columns, tile_bitmap, bitmaps = self._write(self._source.in_bytes(), rows, shapes, tiles, width)
         return FilledTiles(*rows, columns, tile_bitmap, bitmaps, tiles, self._row_blocks)
 
-    def _row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """`pattern_of`, `row_block_ptr` and `partial_count`, for the kernel to write."""
         row_block_ptr = torch.empty(self._blocks + 1, dtype=torch.int32, device=self._device)
         partial_count = torch.empty(self._blocks, dtype=torch.int32, device=self._device)
@@ -168,7 +168,7 @@ class TileFill:
     def _write(
         self, source: Source, rows: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], tiles: int, width: int
     ) -> tuple[Tensor, ...]:
-        """Write `rows`, which are of `_row_tensors`, and new tensors of tiles with these shapes, which are returned."""
+        """Write `rows`, which are of `row_tensors`, and new tensors of tiles with these shapes, which are returned."""
         from stof.layout.fill import write_kernels
         from stof.runtime.launch import launch
 

@@ -102,9 +102,13 @@ def write_tiles(
     partial_rank = partial_before + tl.cumsum(partial, 0) - 1
     full_rank = full_before + tl.cumsum(full, 0) - 1
     listed = (partial | full) != 0
+    writes = partial
     if LAYOUT:
         place = partial_rank
         slot = tl.load(slot_ptr + column, mask=partial != 0, other=0)
+        # The first tile of a slot writes its bitmap.
+        after = tl.load(after_ptr + slot, mask=partial != 0, other=0)
+        writes = partial & ((blocks - block) * columns - column == after).to(tl.int32)
         bitmap = tl.load(number_ptr + slot, mask=partial != 0, other=-1)
         kv0 = column * BLOCK_N
     else:
@@ -124,18 +128,14 @@ def write_tiles(
     if SOURCE == PROGRAM:
         source_ptr = state_ptr + first_number
     q0 = block % row_blocks * BLOCK_M
+    to_write = tl.sum(writes.to(tl.int64) << tl.arange(0, GROUP), 0)
     # In lists, partial tiles of the group have consecutive bitmaps, in the order of their columns.
     number = tl.load(begin_ptr + block) + partial_before + KNOWN
-    for n in range(tl.minimum(GROUP, columns - first_column)):
-        tile_column = first_column + n
-        writes = tl.load(code_ptr + tile_column) == PARTIAL
-        if LAYOUT:
-            tile_slot = tl.load(slot_ptr + tile_column, mask=writes, other=0)
-            # The first tile of a slot writes its bitmap.
-            writes = writes & ((blocks - block) * columns - tile_column == tl.load(after_ptr + tile_slot))
-            number = tl.load(number_ptr + tile_slot)
-        if writes:
-            least = tile_column * BLOCK_N
+    for n in range(GROUP):
+        if (to_write >> n) & 1 != 0:
+            least = (first_column + n) * BLOCK_N
+            if LAYOUT:
+                number = tl.load(number_ptr + tl.load(slot_ptr + first_column + n))
             # In a list of all columns, those past the seen keys are others, and their bits are 0.
             kv_begin = tl.minimum(least, seen - BLOCK_N) if WIDTH == 1 and not LAYOUT else least
             for first in range(0, BLOCK_M, ROWS):
