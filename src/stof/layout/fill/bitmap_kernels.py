@@ -1,6 +1,6 @@
 """Triton functions that tell the bitmaps of a `Layout` apart and number them in the order of their first tiles.
 
-Bitmaps are told apart by 128 bits of hash: 64 find a slot in a table, the other 64 must be equal for all tiles of the
+Bitmaps are told apart by 127 bits of hash: 64 find a slot in a table, the other 63 must be equal for all tiles of the
 slot. Tiles are numbered `row block * tile columns + tile column`, row blocks through all patterns.
 """
 
