@@ -23,11 +23,12 @@ from stof.fusion.templates.hopper.cooperative import cooperative_gemm_kernel
 from stof.fusion.templates.triton.gemm import tile_gemm_kernel
 from stof.kernels.hopper.forward_kernel import forward_kernel
 from stof.kernels.triton.block_wise_kernel import block_wise_kernel
-from stof.layout.builders.gpu.count_kernel import count_slabs
-from stof.layout.builders.gpu.build_kernels import classify_tiles, write_layout
+from stof.layout.fill.slab_kernel import count_slabs
+from stof.layout.fill.count_kernels import count_tiles
+from stof.layout.fill.write_kernels import write_tiles
 
 kernels = [
-    count_slabs, classify_tiles, write_layout, tile_gemm_kernel, pingpong_gemm_kernel,
+    count_slabs, count_tiles, write_tiles, tile_gemm_kernel, pingpong_gemm_kernel,
     cooperative_gemm_kernel, forward_kernel, block_wise_kernel,
 ]
 

@@ -56,35 +56,27 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that build layouts: of programs, and of dense masks read in two ways."""
-    from stof.layout.builders.gpu import build
-    from stof.layout.builders.gpu import build_kernels as kernels
-    from stof.layout.builders.gpu import count as survey
-    from stof.layout.builders.gpu import count_kernel as counting
-    from stof.layout.builders.gpu import mask_input as source
-    from stof.layout.builders.gpu import tile_bits as reading
+    from stof.layout.fill import mask_input as source
+    from stof.layout.fill import slab_counts as survey
+    from stof.layout.fill import slab_kernel as counting
+    from stof.layout.fill import tile_bits as reading
 
     ints, i = "*i32", "i32"
-    writing = {"num_warps": build._WRITERS}
     kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
     for read, kind in kinds:
-        group = build._READ if kind != source.PROGRAM else build._TOGETHER
         reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
-        for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if kind == source.PROGRAM else ((128, 128),):
-            constants = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield kernels.classify_tiles, [read, ints, ints, *[i] * 13, *constants, group, build._NUMBERED], {}
-            yield kernels.write_layout, [read, *[ints] * 7, *[i] * 14, *constants], writing
         rows = reader.rows_at_once(survey._ROWS, 256)
         yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
-    yield from _list_kernels(kinds)
+    yield from _fill_kernels(kinds)
 
 
-def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
-    """The same for kernels that fill tile lists."""
+def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
+    """The same for kernels that fill tile lists and layouts."""
     from stof.kernels.hopper.fill_work import write_work
     from stof.kernels.triton.fill_items import write_items
-    from stof.layout.builders.gpu import mask_input as source
-    from stof.layout.fill import count_kernels, tiles, write_kernels
+    from stof.layout.fill import count_kernels, layouts, tiles, write_kernels
+    from stof.layout.fill import mask_input as source
 
     ints, i = "*i32", "i32"
     for read, kind in kinds:
@@ -92,11 +84,16 @@ def _list_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
         reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            counted = [kind, *([0] * 3 if is_program else sizes[1:]), tiles.COUNTED[is_program]]
-            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 16, *counted], {}
+            counted = [kind, *([0] * 3 if is_program else sizes[1:]), tiles.COUNTED[is_program], False]
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *counted], {}
             for width in (1, block_n) if kind != source.QUADS else ():
-                constants = [*sizes, tiles.WRITTEN[is_program], width]
-                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
+                constants = [*sizes, tiles.WRITTEN[is_program], width, False]
+                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 17, *constants], {}
+        counted, written = layouts._TOGETHER if is_program else layouts._READ, layouts._WRITTEN[is_program]
+        for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if is_program else ((128, 128),):
+            sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *sizes, counted, True], {}
+            yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 17, *sizes, written, 1, True], {}
     yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {"num_warps": tiles.SEARCHERS}
     yield write_items, [ints, ints, i, i], {}
     yield write_work, [*[ints] * 6, *[i] * 8], {}

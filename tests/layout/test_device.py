@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from stof import LayoutConfig, masks
 from stof.layout import Layout, build_layout
-from stof.layout.builders.gpu import build as device_build
-from stof.layout.builders.gpu import mask_input as device_source
-from stof.layout.builders.gpu.build import device_layout
-from stof.layout.builders.gpu.count import device_columns, device_counts
 from stof.layout.compaction import column_use
+from stof.layout.fill import layouts as device_build
+from stof.layout.fill import mask_input as device_source
+from stof.layout.fill.layouts import LayoutFill, device_layout
+from stof.layout.fill.slab_counts import device_columns, device_counts
 from stof.layout.head_mask import HeadMask
 from stof.layout.survey import survey, tiles_of_slabs
 from stof.masks import Mask
@@ -25,7 +25,7 @@ from stof.masks.reorder import in_ranges
 from tests.examples import examples
 from tests.strategies import dense_masks, mask_trees
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter runs on the CPU
@@ -243,8 +243,15 @@ def test_dense(data: st.DataObject, config: LayoutConfig) -> None:
     assert_same(masks.from_dense(keep.to(DEVICE)), q_len, kv_len, config, batch=batch, heads=heads)
 
 
-def test_many_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_build, "_NUMBERED", 16)
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="changes what the interpreter runs")
+@pytest.mark.parametrize("few", [4, 8])
+def test_bitmaps_are_numbered_in_pieces(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    """Few bitmaps are compared with each other; for more, all tiles are gone through."""
+    from stof.layout.fill import bitmap_kernels
+
+    monkeypatch.setattr(bitmap_kernels, "_SCANNED", tl.constexpr(16))
+    monkeypatch.setattr(bitmap_kernels, "_FEW", tl.constexpr(few))
+    monkeypatch.setattr(bitmap_kernels, "_COMPARED_AT_ONCE", tl.constexpr(4))
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(6, 8, 1, 1, generator=generator) < 0.6
     kinds = torch.rand(5, 16, 16, generator=generator) < 0.5
@@ -323,19 +330,19 @@ def test_several_patterns(name: str) -> None:
 @pytest.mark.parametrize("tiles", [4, pytest.param(140, marks=pytest.mark.slow)])
 def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
     """Few bitmaps are numbered in one way, more of them in another."""
-    from stof.layout.builders.gpu import build_kernels as kernels
+    from stof.layout.fill import count_kernels
 
     keep = torch.rand(16, 16 * tiles, generator=torch.Generator().manual_seed(0)) < 0.5
     mask, config = masks.from_dense(keep.to(DEVICE)), LayoutConfig(16, 16)
     assert on_device(mask, 16, 16 * tiles, config) is not None
     same = masks.from_dense(keep[:, :16].repeat(1, tiles).to(DEVICE))
-    original = kernels._hashed.fn
+    original = count_kernels.hashed.fn
 
     def half(words: object, at: object) -> tuple[object, object]:
         key, other = original(words, at)
         return key * 0 + 1, other
 
-    monkeypatch.setattr(kernels, "_hashed", half)
+    monkeypatch.setattr(count_kernels, "hashed", half)
     assert on_device(mask, 16, 16 * tiles, config) is None
     assert on_device(same, 16, 16 * tiles, config) is not None
 
@@ -366,7 +373,7 @@ def test_free_mailboxes_of_builds_that_fail_are_not_given_to_others(monkeypatch:
     def fail(*given: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(device_build, "_Rows", fail)
+    monkeypatch.setattr(LayoutFill, "row_tensors", fail)
     with pytest.raises(torch.OutOfMemoryError):
         on_device(masks.causal(), 40, 40, config)
     (mailbox,) = device_source._in_use - in_use

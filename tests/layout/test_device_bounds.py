@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from stof import masks
-from stof.layout.builders.gpu.program import program_bounds
+from stof.layout.fill.program import program_bounds
 from stof.masks import Mask
 from stof.masks.gpu_program import programs_of
 from tests.interpreter import IN_INTERPRETER

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stof.errors import KernelError
-from stof.layout.builders.gpu import mask_input as source
-from stof.layout.builders.gpu.mask_input import on_device
+from stof.layout.fill import mask_input as source
+from stof.layout.fill.mask_input import on_device
 
 pytest.importorskip("triton")
 

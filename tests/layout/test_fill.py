@@ -14,7 +14,7 @@ from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
 from stof.kernels.hopper.tile_scheduler import WORK
 from stof.kernels.triton.backward_tiles import ITEM
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
-from stof.layout.builders.gpu.build import pattern_numbers
+from stof.layout.fill.layouts import pattern_numbers
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask, transposed
 from stof.masks.index import Index

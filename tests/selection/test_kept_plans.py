@@ -188,7 +188,7 @@ def test_a_tiling_that_fails_is_not_tried_under_the_next_mask() -> None:
 
 
 def test_failing_kernels_that_fill_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.layout.builders.gpu import mask_input
+    from stof.layout.fill import mask_input
     from stof.layout.fill.tiles import TileFill
 
     def fail(*arguments: object) -> None:

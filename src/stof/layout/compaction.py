@@ -16,9 +16,9 @@ from torch import Tensor
 from stof.errors import MaskFunctionError
 from stof.layout import bitmaps as bits
 from stof.layout.builders.closed_form import Tiles
-from stof.layout.builders.gpu.count import device_columns
 from stof.layout.builders.strips import SPAN, strips
 from stof.layout.config import LayoutConfig
+from stof.layout.fill.slab_counts import device_columns
 from stof.layout.head_mask import HeadMask
 
 # Scores evaluated at once: bounds the memory of int64 temporaries to some 100 MB.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from stof.layout.builders.build import checked_order
-from stof.layout.builders.gpu.count import SlabCounts, device_counts
 from stof.layout.builders.strips import strips
 from stof.layout.compaction import column_use, compaction_counts, find_compaction, is_searched, is_worthwhile
 from stof.layout.config import LayoutConfig
+from stof.layout.fill.slab_counts import SlabCounts, device_counts
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout
 from stof.masks import Mask

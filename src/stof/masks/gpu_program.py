@@ -2,7 +2,7 @@
 
 A program is a list of instructions for a stack of truth values, in postfix order: every named mask is a few tests of
 the form `low <= x <= high`, where x comes from the query and key positions by one of the operations below. One compiled
-kernel serves all masks that can be written so; see `stof.layout.builders.gpu`.
+kernel serves all masks that can be written so; see `stof.layout.fill`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout import LayoutConfig
-from stof.layout.builders.gpu.mask_input import on_device
+from stof.layout.fill.mask_input import on_device
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.layout.survey import MASKS_COUNTED, Survey, TileCounts
 from stof.plans.kept_choices import KeptChoices

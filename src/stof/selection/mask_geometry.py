@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stof.layout import Layout, LayoutConfig, build_layout
-from stof.layout.builders.gpu.build import pattern_numbers
 from stof.layout.builders.host_first import has_gpu_form, host_mask, scores_of
+from stof.layout.fill.layouts import pattern_numbers
 from stof.layout.orders.search import RowOrders, fitting_orders
 from stof.layout.survey import Survey, survey, survey_of_layout
 from stof.masks import Mask, transposed

@@ -13,10 +13,10 @@ from torch import Tensor
 from stof.errors import ArgumentError
 from stof.layout import bitmaps as bits
 from stof.layout.builders.closed_form import tiles_of
-from stof.layout.builders.gpu.build import device_layout
 from stof.layout.builders.strips import SPAN, Strip, strip_scores, strips
 from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
+from stof.layout.fill.layouts import device_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout, gathered_row
 from stof.layout.limits import check_numbers, check_tiles

@@ -1,12 +1,16 @@
-"""Triton kernels that count the tiles of a mask on the device; those of `write_kernels.py` then write their lists.
+"""Triton kernels that count the tiles of a mask on the device; those of `write_kernels.py` then write them.
 
-Tiles are contiguous and aligned, rows keep their order, no row block is split, and each partial tile has a bitmap.
-Bitmap 0 keeps nothing and bitmap 1 everything. After `count_tiles`, the host reads how much memory the lists take.
+Tiles are contiguous and aligned, rows keep their order, and no row block is split. After `count_tiles`, the host reads
+how much memory the tiles take. They are written as lists that attention kernels read, or as a `Layout`.
 
-Attention kernels must not read keys that no query sees: their values may be anything. The number of keys that come
-before the first unseen one is `seen` of a pattern; later keys must be unseen too. A tile
-that would reach past `seen` is moved back to end there. The columns that it then shares with the tile before it are in
-none of its bits.
+In lists, each partial tile has a bitmap; bitmap 0 keeps nothing and bitmap 1 everything. Tiles of a program that may
+keep something, and not certainly everything, are partial. In layouts, empty and full tiles are told exactly, and equal
+bitmaps are stored once.
+
+Lists name no keys that no query sees: their values may be anything, so attention kernels must not read them. The number
+of keys that come before the first unseen one is `seen` of a pattern; later keys must be unseen too. A tile that would
+reach past `seen` is moved back to end there. The columns that it then shares with the tile before it are in none of its
+bits.
 """
 
 from __future__ import annotations
@@ -16,33 +20,44 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bits, program_bounds
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.fill.bitmap_kernels import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    find_slot,
+    hashed,
+    number_bitmaps,
+    table_pointers,
+)
+from stof.layout.fill.program import program_bits, program_bounds
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
-# Codes of tiles.
-EMPTY, PARTIAL, FULL = (tl.constexpr(code) for code in range(3))
 # Row blocks, tiles of a row block, keys and words of keys that are handled together.
 KEYS = 1024
 CHUNK = tl.constexpr(KEYS)
+# Row blocks whose tiles are added up together: few enough that their registers do not lower the kernel's occupancy.
+_SUMMED = tl.constexpr(256)
 # Queries that are tested for each key before all queries are, see `find_unseen_keys`.
 _WITNESSES = tl.constexpr(3)
 
 
 @triton.jit
 @no_type_check
-def state_pointers(state_ptr, blocks, patterns, columns, seen_words):
-    """Where everything lies in the state, int32.
+def state_pointers(state_ptr, blocks, patterns, columns, seen_words, slots):
+    """Where everything lies in the state, int32; `bitmap_kernels.table_pointers` says where the table of bitmaps is.
 
-    Zero-initialised: partial and full tiles of row blocks; by pattern, keys from the first unseen one on, and up to the
-    last seen one; thread blocks that are done; words of seen keys, of a bool tensor. Uninitialised: where the
-    partial tiles, and all tiles, of each row block begin; codes of tiles, int8.
+    Zero-initialised, after a table of `slots`: partial and full tiles of row blocks; by pattern, keys from the first
+    unseen one on, and up to the last seen one; thread blocks that are done; bitmaps in the table; words of seen keys,
+    of a bool tensor. Uninitialised: where the partial tiles, and all tiles, of each row block begin; codes of tiles,
+    int8.
     """
-    unseen_ptr = state_ptr + 2 * blocks
+    count_ptr = state_ptr + 7 * slots
+    unseen_ptr = count_ptr + 2 * blocks
     done_ptr = unseen_ptr + 2 * patterns
-    seen_ptr = done_ptr + 1
+    seen_ptr = done_ptr + 2
     begin_ptr = seen_ptr + patterns * seen_words
     code_ptr = (begin_ptr + 2 * blocks).to(tl.pointer_type(tl.int8))
-    return unseen_ptr, done_ptr, seen_ptr, begin_ptr, code_ptr
+    return count_ptr, unseen_ptr, done_ptr, seen_ptr, begin_ptr, code_ptr
 
 
 @triton.jit(do_not_specialize=["blocks", "patterns", "first_number", "first_start", "q_len", "kv_len"])
@@ -105,12 +120,12 @@ def _either(words, other_words):
     return words | other_words
 
 
-@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words", "block_m", "block_n"])
+@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words", "slots", "block_m", "block_n"])
 @no_type_check
 def count_tiles(
     source_ptr,  # numbers of programs, or a bool tensor: see `Source`
     state_ptr,
-    mailbox_ptr,  # [3] int32 on the host: tiles, partial tiles, and whether later keys are seen, each plus 1
+    mailbox_ptr,  # int32 on the host, see `_add_up`; of layouts, four numbers that identify each pattern after those
     stride_b,
     stride_h,
     stride_q,
@@ -124,29 +139,36 @@ def count_tiles(
     first_number,
     first_start,
     groups,  # of GROUP tiles in a row block
-    seen_words,  # words of seen keys of a pattern: 0 for programs
+    seen_words,  # words of seen keys of a pattern: 0 for programs and layouts
+    slots,  # of the table of bitmaps: 0 for lists
     block_m,
     block_n,
     SOURCE: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of a bool tensor, as the next two; 0 for programs, so that one kernel serves all sizes
+    BLOCK_M: tl.constexpr,  # as block_m, and the next two, where tiles are read; else 0: one kernel serves all sizes
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """Write the codes of a group of tiles of a row block.
+    """Write the codes of a group of tiles of a row block; the last thread block adds up.
 
-    A tile of a program that may keep something, and not certainly everything, is partial. The last thread block adds
-    up.
+    Tiles of a program are classified by bounds, several at once. Tiles of bool tensors, and for a layout those that
+    bounds do not tell, are read.
     """
     pid = tl.program_id(0)
     blocks = patterns * row_blocks
-    unseen_ptr, done_ptr, seen_ptr, _, code_ptr = state_pointers(state_ptr, blocks, patterns, columns, seen_words)
+    count_ptr, unseen_ptr, done_ptr, seen_ptr, _, code_ptr = state_pointers(
+        state_ptr, blocks, patterns, columns, seen_words, slots
+    )
     if SOURCE == PROGRAM:
         source_ptr = state_ptr + first_number
     block = pid // groups
     first_column = pid % groups * GROUP
     q0 = block % row_blocks * block_m
+    first_tile = block.to(tl.int64) * columns + first_column
     start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
+    partial_tiles = 0
+    full_tiles = 0
     if SOURCE == PROGRAM:
         column = first_column + tl.arange(0, GROUP)
         exists = column < columns
@@ -157,30 +179,48 @@ def count_tiles(
         full = exists & (everything != 0) & (kv0 + block_n <= kv_len)
         # Bounds may be too wide, but no tile behind the seen keys keeps anything.
         seen = kv_len - tl.load(unseen_ptr + block // row_blocks)
-        partial = exists & (nothing == 0) & ~full & (kv0 < seen)
-        code = tl.where(full, FULL, tl.where(partial, PARTIAL, EMPTY))
-        tl.store(code_ptr + block.to(tl.int64) * columns + column, code.to(tl.int8), mask=exists)
-        partial_tiles = tl.sum(partial.to(tl.int32), 0)
-        full_tiles = tl.sum(full.to(tl.int32), 0)
+        uncertain = exists & (nothing == 0) & ~full & (kv0 < seen)
+        code = tl.where(full, FULL, tl.where(uncertain, PARTIAL, EMPTY))
+        tl.store(code_ptr + first_tile + tl.arange(0, GROUP), code.to(tl.int8), mask=exists)
+        full_tiles += tl.sum(full.to(tl.int32), 0)
+        if LAYOUT:
+            to_read = tl.sum(uncertain.to(tl.int32) << tl.arange(0, GROUP), 0)
+            # Tiles that are read store their codes over these.
+            tl.debug_barrier()
+        else:
+            partial_tiles += tl.sum(uncertain.to(tl.int32), 0)
     else:
-        tl.static_assert(GROUP == 1)
-        seen_ptr += block // row_blocks * seen_words + first_column * (BLOCK_N // 32)
-        some, full = _read_tile(
-            source_ptr, start, stride_q, stride_k, q0, first_column, q_len, kv_len, seen_ptr,
-            SOURCE, BLOCK_M, BLOCK_N, ROWS,
-        )  # fmt: skip
-        full_tiles = some & full
-        partial_tiles = some - full_tiles
-        code = some + full_tiles
-        tl.store(code_ptr + block.to(tl.int64) * columns + first_column, code.to(tl.int8))
+        to_read = (1 << tl.minimum(columns - first_column, GROUP)) - 1
+    if LAYOUT or SOURCE != PROGRAM:
+        # The last bitmap found, and its slot: neighbouring tiles often have the same.
+        last_key = tl.full([], 0, tl.int64)
+        last_other = last_key
+        last_slot = 0
+        for n in range(GROUP):
+            if (to_read >> n) & 1 != 0:
+                tile_code, key, other = _read_tile(
+                    source_ptr, start, stride_q, stride_k, q0, first_column + n, q_len, kv_len,
+                    seen_ptr + block // row_blocks * seen_words, SOURCE, BLOCK_M, BLOCK_N, ROWS, LAYOUT,
+                )  # fmt: skip
+                tl.store(code_ptr + first_tile + n, tile_code.to(tl.int8))
+                partial_tiles += (tile_code == PARTIAL).to(tl.int32)
+                full_tiles += (tile_code == FULL).to(tl.int32)
+                if LAYOUT:
+                    if tile_code == PARTIAL:
+                        tile = block * columns + first_column + n
+                        tiles = blocks * columns
+                        if (key != last_key) | (other != last_other):
+                            last_slot = find_slot(state_ptr, code_ptr, done_ptr + 1, tile, key, other, tiles, slots)
+                            last_key, last_other = key, other
+                        tl.store(table_pointers(state_ptr, code_ptr, tiles, slots)[2] + tile, last_slot)
     if partial_tiles != 0:
-        tl.atomic_add(state_ptr + block, partial_tiles, sem="relaxed")
+        tl.atomic_add(count_ptr + block, partial_tiles, sem="relaxed")
     if full_tiles != 0:
-        tl.atomic_add(state_ptr + blocks + block, full_tiles, sem="relaxed")
-    # The barrier orders what all threads have written before the count.
+        tl.atomic_add(count_ptr + blocks + block, full_tiles, sem="relaxed")
+    # The barrier orders what all threads have written before the count, whose acquire-release takes as long as a tile.
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1) == tl.num_programs(0) - 1:
-        _add_up(state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, SOURCE)
+        _add_up(state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, slots, SOURCE, LAYOUT)
 
 
 @triton.jit
@@ -191,66 +231,102 @@ def _any_and_all(some, lacks, other_some, other_lacks):
 
 @triton.jit
 @no_type_check
-def _read_tile(
-    source_ptr, start, stride_q, stride_k, q0, tile_column, q_len, kv_len, seen_ptr,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Whether a tile of a bool tensor keeps something, and everything, 0 or 1; adds its keys to the seen ones."""
-    WORDS: tl.constexpr = BLOCK_N // 32
-    rows = tl.minimum(q_len - q0, BLOCK_M)
-    some = tl.zeros([ROWS, WORDS], tl.int32)
-    lacks = tl.zeros([ROWS, WORDS], tl.int32)
-    for first in range(0, BLOCK_M, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile_column, q_len, kv_len,
-                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
-        row = (first + tl.arange(0, ROWS))[:, None]
-        some |= words
-        lacks |= tl.where(row < rows, ~words, 0)
-    some, lacks = tl.reduce((some, lacks), 0, _any_and_all)  # [WORDS]
-    word = tl.arange(0, WORDS)
-    tl.atomic_or(seen_ptr + word, some, mask=some != 0, sem="relaxed")
-    all_columns = ((tile_column + 1) * BLOCK_N <= kv_len).to(tl.int32)
-    return (tl.sum((some != 0).to(tl.int32), 0) != 0).to(tl.int32), (tl.sum((lacks != 0).to(tl.int32), 0) == 0).to(
-        tl.int32
-    ) & all_columns
+def _sums_and_all(a, b, lacks, other_a, other_b, other_lacks):
+    return a + other_a, b + other_b, lacks | other_lacks
 
 
 @triton.jit
 @no_type_check
-def _add_up(state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, SOURCE: tl.constexpr):
-    """Where the tiles of each row block begin, and what the host waits for."""
+def _read_tile(
+    source_ptr, start, stride_q, stride_k, q0, tile_column, q_len, kv_len, seen_ptr,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Code of a tile; for a layout both halves of its hash, else 0, and the tile's keys are added to the seen ones."""
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    ALL: tl.constexpr = -1 if BLOCK_N >= 32 else (1 << BLOCK_N) - 1
+    rows = tl.minimum(q_len - q0, BLOCK_M)
+    lacks = tl.zeros([ROWS, WORDS], tl.int32)
+    some = lacks
+    a = tl.zeros([ROWS, WORDS], tl.int64)
+    b = a
+    for first in range(0, BLOCK_M, ROWS):
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, tile_column * BLOCK_N, 0, q_len, kv_len,
+                        SOURCE, BLOCK_M, BLOCK_N, ROWS)  # fmt: skip
+        row = (first + tl.arange(0, ROWS))[:, None]
+        lacks |= tl.where(row < rows, words ^ ALL, 0)
+        if LAYOUT:
+            rows_a, rows_b = hashed(words, row * WORDS + tl.arange(0, WORDS)[None, :])
+            a += rows_a
+            b += rows_b
+        else:
+            some |= words
+    if LAYOUT:
+        key, other, lacks = tl.reduce((tl.ravel(a), tl.ravel(b), tl.ravel(lacks)), 0, _sums_and_all)
+        keeps_some = (key != 0) | (other != 0)
+        key = tl.where(key == 0, 1, key)  # 0 is a free slot
+    else:
+        key = tl.full([], 0, tl.int64)
+        other = key
+        some, lacks = tl.reduce((some, lacks), 0, _any_and_all)  # [WORDS]
+        word = tile_column * WORDS + tl.arange(0, WORDS)
+        tl.atomic_or(seen_ptr + word, some, mask=some != 0, sem="relaxed")
+        keeps_some = tl.sum((some != 0).to(tl.int32), 0) != 0
+        lacks = tl.sum((lacks != 0).to(tl.int32), 0)
+    is_full = (lacks == 0) & ((tile_column + 1) * BLOCK_N <= kv_len)
+    return tl.where(is_full, FULL, tl.where(keeps_some, PARTIAL, EMPTY)), key, other
+
+
+@triton.jit
+@no_type_check
+def _add_up(
+    state_ptr, mailbox_ptr, kv_len, row_blocks, columns, patterns, seen_words, slots,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Where the tiles of each row block begin, and what the host waits for.
+
+    These are, each plus 1: the number of tiles; the number of partial tiles, for a layout that of distinct bitmaps; and
+    whether later keys are seen, for a layout how many bitmaps share a slot with another.
+    """
     blocks = patterns * row_blocks
-    unseen_ptr, _, seen_ptr, begin_ptr, _ = state_pointers(state_ptr, blocks, patterns, columns, seen_words)
+    count_ptr, unseen_ptr, done_ptr, seen_ptr, begin_ptr, code_ptr = state_pointers(
+        state_ptr, blocks, patterns, columns, seen_words, slots
+    )
     partial_tiles = 0
     tiles = 0
-    for first in range(0, blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        partial = tl.load(state_ptr + block, mask=block < blocks, other=0)
-        both = partial + tl.load(state_ptr + blocks + block, mask=block < blocks, other=0)
+    for first in range(0, blocks, _SUMMED):
+        block = first + tl.arange(0, _SUMMED)
+        partial = tl.load(count_ptr + block, mask=block < blocks, other=0)
+        both = partial + tl.load(count_ptr + blocks + block, mask=block < blocks, other=0)
         tl.store(begin_ptr + block, partial_tiles + tl.cumsum(partial, 0) - partial, mask=block < blocks)
         tl.store(begin_ptr + blocks + block, tiles + tl.cumsum(both, 0) - both, mask=block < blocks)
         partial_tiles += tl.sum(partial, 0)
         tiles += tl.sum(both, 0)
-    later_seen = 0
-    for pattern in range(patterns):
-        if SOURCE == PROGRAM:
-            first_unseen = kv_len - tl.load(unseen_ptr + pattern)
-            end_of_seen = tl.load(unseen_ptr + patterns + pattern)
-        else:
-            first_unseen = kv_len
-            end_of_seen = 0
-            for first in range(0, seen_words, CHUNK):
-                word = first + tl.arange(0, CHUNK)
-                seen = tl.load(seen_ptr + pattern * seen_words + word, mask=word < seen_words, other=0)
-                # The number of trailing ones, and of bits up to the last one.
-                ones = _low_ones(seen)
-                first_unseen = tl.minimum(first_unseen, tl.min(tl.where(ones < 32, word * 32 + ones, kv_len), 0))
-                end_of_seen = tl.maximum(end_of_seen, tl.max(tl.where(seen != 0, word * 32 + _bit_length(seen), 0), 0))
-            tl.store(unseen_ptr + pattern, kv_len - first_unseen)
-        later_seen |= (end_of_seen > first_unseen).to(tl.int32)
+    if LAYOUT:
+        bitmaps, refused = number_bitmaps(
+            state_ptr, code_ptr, done_ptr + 1, mailbox_ptr + 3, row_blocks, columns, patterns, slots
+        )
+    else:
+        bitmaps, refused = partial_tiles, 0
+        for pattern in range(patterns):
+            if SOURCE == PROGRAM:
+                first_unseen = kv_len - tl.load(unseen_ptr + pattern)
+                end_of_seen = tl.load(unseen_ptr + patterns + pattern)
+            else:
+                first_unseen = kv_len
+                end_of_seen = 0
+                for first in range(0, seen_words, _SUMMED):
+                    word = first + tl.arange(0, _SUMMED)
+                    seen = tl.load(seen_ptr + pattern * seen_words + word, mask=word < seen_words, other=0)
+                    # The number of trailing ones, and of bits up to the last one.
+                    ones = _low_ones(seen)
+                    first_unseen = tl.minimum(first_unseen, tl.min(tl.where(ones < 32, word * 32 + ones, kv_len), 0))
+                    last_seen = tl.where(seen != 0, word * 32 + _bit_length(seen), 0)
+                    end_of_seen = tl.maximum(end_of_seen, tl.max(last_seen, 0))
+                tl.store(unseen_ptr + pattern, kv_len - first_unseen)
+            refused |= (end_of_seen > first_unseen).to(tl.int32)
     tl.store(mailbox_ptr, tiles + 1)
-    tl.store(mailbox_ptr + 1, partial_tiles + 1)
-    tl.store(mailbox_ptr + 2, later_seen + 1)
+    tl.store(mailbox_ptr + 1, bitmaps + 1)
+    tl.store(mailbox_ptr + 2, refused + 1)
 
 
 @triton.jit

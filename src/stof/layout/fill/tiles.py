@@ -1,17 +1,19 @@
-"""The host's part of filling tile lists on the device: a kernel that counts, one wait, and kernels that write.
+"""The host's part of filling tiles on the device: a kernel that counts, one wait, and a kernel that writes.
 
-The kernels serve masks with a program (`stof.masks.gpu_program`) and bool tensors. Other lists are made of a `Layout`.
+The kernels serve masks with a program (`stof.masks.gpu_program`) and bool tensors. They write tile lists, or a layout
+(`stof.layout.fill.layouts`). Other lists are made of a `Layout`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from stof.layout.builders.gpu.input_forms import PROGRAM
-from stof.layout.builders.gpu.mask_input import Source, source_of
+from stof.layout.fill.input_forms import PROGRAM
+from stof.layout.fill.mask_input import Source, source_of
 from stof.layout.limits import MOST_WORDS
 from stof.masks import Mask
 from stof.masks.gpu_program import Op
@@ -59,7 +61,9 @@ class FilledTiles:
 
 
 class TileFill:
-    """The tiles of one mask in one tile size, counted and written on the device. It counts while the host continues.
+    """The tiles of one mask in one tile size, counted and written as lists on the device.
+
+    The device counts while the host continues.
 
     Args:
         source: what the kernels read.
@@ -69,6 +73,9 @@ class TileFill:
         block_m, block_n: sizes of tiles.
         device: where the lists are.
     """
+
+    # Whether a `Layout` is written.
+    _as_layout: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -85,22 +92,31 @@ class TileFill:
         self._row_blocks, self._columns = -(-lengths[0] // block_m), -(-lengths[1] // block_n)
         self._blocks = source.patterns * self._row_blocks
         self._is_program = source.kind == PROGRAM
-        seen_words = 0 if self._is_program else self._columns * (block_n // 32)
-        zeros = 2 * self._blocks + source.patterns * (2 + seen_words) + 1
-        rest = 2 * self._blocks + -(-self._blocks * self._columns // 4)
-        self._state, self._mailbox, first = source.prepared(zeros, rest, _RESULTS, device)
-        numbers = (self._row_blocks, self._columns, source.patterns, first, first + source.programs.first)
+        self._counted_together, self._written_together = self._groups()
+        tiles, patterns = self._blocks * self._columns, source.patterns
+        # See `count_kernels.state_pointers`.
+        seen_words = 0 if self._is_program or self._as_layout else self._columns * (block_n // 32)
+        slots = 1 << (2 * tiles - 1).bit_length() if self._as_layout else 0
+        zeros = 7 * slots + 2 * self._blocks + patterns * (2 + seen_words) + 2
+        rest = 2 * self._blocks + -(-tiles // 4) + (2 * tiles + slots if self._as_layout else 0)
+        results = _RESULTS + (4 * patterns if self._as_layout else 0)
+        self._state, self._mailbox, first = source.prepared(zeros, rest, results, device)
+        numbers = (self._row_blocks, self._columns, patterns, first, first + source.programs.first)
         self._sized = (source.heads, *lengths, *numbers)
-        self._seen_words = seen_words
+        self._table = (seen_words, slots)
         self._count()
+
+    def _groups(self) -> tuple[int, int]:
+        """Tiles of a row block that one thread block counts, and that it writes."""
+        return COUNTED[self._is_program], WRITTEN[self._is_program]
 
     def _count(self) -> None:
         from stof.layout.fill import count_kernels
         from stof.runtime.launch import launch
 
-        source, group, device = self._source, COUNTED[self._is_program], self._device
+        source, group, device = self._source, self._counted_together, self._device
         _, q_len, kv_len, _, _, _, *firsts = self._sized
-        if self._is_program:
+        if self._is_program and not self._as_layout:
             programs = source.patterns * -(-kv_len // count_kernels.KEYS)
             sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
             launch(
@@ -109,12 +125,12 @@ class TileFill:
         groups = -(-self._columns // group)
         tensors = (self._state if source.dense is None else source.dense, self._state, self._mailbox.tensor)
         tile = (0, 0, 0)
-        if not self._is_program:
+        if self._as_layout or not self._is_program:  # tiles are read
             tile = (self._block_m, self._block_n, source.rows_at_once(self._block_m, self._block_n))
         launch(
             count_kernels.count_tiles, self._blocks * groups, tensors,
-            (*source.strides, *self._sized, groups, self._seen_words, self._block_m, self._block_n),
-            (source.kind, *tile, group), device=device,
+            (*source.strides, *self._sized, groups, *self._table, self._block_m, self._block_n),
+            (source.kind, *tile, group, self._as_layout), device=device,
         )  # fmt: skip
 
     def counts(self) -> tuple[int, int] | None:
@@ -139,38 +155,40 @@ class TileFill:
             tiles, partial: of `counts`.
             every_column: whether `FilledTiles.columns` lists every column of a tile.
         """
+        width = self._block_n if every_column else 1
+        shapes = (tiles + SPARE_TILES, width), (tiles + SPARE_TILES,), (partial + 2, self._block_m, 4)
+        # Tiles that are moved to the seen keys may begin at any column.
+        rows = self.row_tensors()
+        columns, tile_bitmap, bitmaps = self._write(self._source.in_bytes(), rows, shapes, tiles, width)
+        return FilledTiles(*rows, columns, tile_bitmap, bitmaps, tiles, self._row_blocks)
+
+    def row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`pattern_of`, `row_block_ptr` and `partial_count`, for the kernel to write."""
+        row_block_ptr = torch.empty(self._blocks + 1, dtype=torch.int32, device=self._device)
+        partial_count = torch.empty(self._blocks, dtype=torch.int32, device=self._device)
+        if self._source.patterns == 1:
+            return torch.empty(self._sizes, dtype=torch.int32, device=self._device), row_block_ptr, partial_count
+        numbers = torch.tensor(self._which, dtype=torch.int32, device="cpu").view(self._sizes)
+        return numbers.to(self._device, non_blocking=True), row_block_ptr, partial_count
+
+    def _write(
+        self, source: Source, rows: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], tiles: int, width: int
+    ) -> tuple[Tensor, ...]:
+        """Write `rows`, which are of `row_tensors`, and new tensors of tiles with these shapes, which are returned."""
         from stof.layout.fill import write_kernels
         from stof.runtime.launch import launch
 
-        device, block_m, block_n = self._device, self._block_m, self._block_n
-        width = block_n if every_column else 1
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        if self._source.patterns == 1:
-            pattern_of = empty(*self._sizes)
-        else:
-            numbers = torch.tensor(self._which, dtype=torch.int32, device="cpu").view(self._sizes)
-            pattern_of = numbers.to(device, non_blocking=True)
-        filled = FilledTiles(
-            pattern_of, empty(self._blocks + 1), empty(self._blocks), empty(tiles + SPARE_TILES, width),
-            empty(tiles + SPARE_TILES), empty(partial + 2, block_m, 4), tiles, self._row_blocks,
-        )  # fmt: skip
-        source = self._source.in_bytes()
-        group = WRITTEN[self._is_program]
+        device, group = self._device, self._written_together
+        of_tiles = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
         groups = -(-self._columns // group)
-        tensors = (
-            self._state if source.dense is None else source.dense, self._state, filled.pattern_of,
-            filled.row_block_ptr, filled.partial_count, filled.columns, filled.tile_bitmap, filled.bitmaps,
-        )  # fmt: skip
-        rows = source.rows_at_once(block_m, block_n)
+        at_once = source.rows_at_once(self._block_m, self._block_n)
         launch(
-            write_kernels.write_tiles, self._blocks * groups + 1, tensors,
-            (*source.strides, *self._sized, groups, self._seen_words, tiles, pattern_of.numel()),
-            (source.kind, block_m, block_n, rows, group, width), device=device,
+            write_kernels.write_tiles, self._blocks * groups + 1,
+            (self._state if source.dense is None else source.dense, self._state, *rows, *of_tiles),
+            (*source.strides, *self._sized, groups, *self._table, tiles, rows[0].numel()),
+            (source.kind, self._block_m, self._block_n, at_once, group, width, self._as_layout), device=device,
         )  # fmt: skip
-        return filled
+        return of_tiles
 
 
 def start_fill(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.layout.bitmaps import unpack
-from stof.layout.builders.gpu.mask_input import Source, on_device, source_of
+from stof.layout.fill.mask_input import Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
 
@@ -117,7 +117,7 @@ def _launch(
     source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
 ) -> None:
     """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are numbers of `count_slabs`."""
-    from stof.layout.builders.gpu.count_kernel import count_slabs
+    from stof.layout.fill.slab_kernel import count_slabs
     from stof.runtime.launch import launch
 
     row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)

@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu import input_forms
-from stof.layout.builders.gpu.program import draw_blocks, program_bits, run_of_bits
+from stof.layout.fill import input_forms
+from stof.layout.fill.program import draw_blocks, program_bits, run_of_bits
 
 PROGRAM = tl.constexpr(input_forms.PROGRAM)
 QUADS = tl.constexpr(input_forms.QUADS)
@@ -67,33 +67,40 @@ def start_of(starts_ptr, pattern, stride_b, stride_h, mask_heads, SOURCE: tl.con
 @triton.jit
 @no_type_check
 def bits_of(
-    source_ptr, start, stride_q, stride_k, q0, first, tile_column, q_len, kv_len,
-    SOURCE: tl.constexpr, BLOCK_M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    source_ptr, start, stride_q, stride_k, q0, first, kv0, least, q_len, kv_len,
+    SOURCE: tl.constexpr, BLOCK_M, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MOVED: tl.constexpr = False,
 ):  # fmt: skip
-    """Packed bits `[ROWS, words]` of a tile's rows from `first` on; 0 where there is no row or column.
+    """Packed bits `[ROWS, words]` of rows from `first` on, of BLOCK_N columns from `kv0` on.
 
-    `source_ptr` is a dense mask, or where numbers of programs begin.
+    0 where there is no row or column, and for columns before `least`. `source_ptr` is a dense mask, or where numbers of
+    programs begin. `kv0` is a multiple of BLOCK_N; with MOVED it may be any column, also one below 0, and a dense mask
+    is read byte by byte.
     """
     WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
     row = first + tl.arange(0, ROWS)
     q = (q0 + row)[:, None]
     row_exists = (q < q_len) & (row < BLOCK_M)[:, None]
     if SOURCE == PROGRAM:
-        kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N // WORD) * WORD)[None, :]
-        # Programs look up tables by position.
-        words = program_bits(source_ptr, start, tl.minimum(q, q_len - 1), kv)
-        words = tl.where(row_exists, words & run_of_bits(kv * 0, tl.minimum(kv_len - kv, WORD) - 1), 0)
+        kv = (kv0 + tl.arange(0, BLOCK_N // WORD) * WORD)[None, :]
+        # Programs look up tables by position: keys from 0 on are moved to their place.
+        words = program_bits(source_ptr, start, tl.minimum(q, q_len - 1), tl.maximum(kv, 0) if MOVED else kv)
+        if MOVED:
+            moved = tl.maximum(-kv, 0)
+            words = tl.where(moved < 32, words << tl.minimum(moved, 31), 0)
+        words = tl.where(row_exists, words & run_of_bits(least - kv, tl.minimum(kv_len - kv, WORD) - 1), 0)
     else:
         STEP: tl.constexpr = 4 if SOURCE == QUADS else 1
         if SOURCE != QUADS:
-            kv = (tile_column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+            kv = (kv0 + tl.arange(0, BLOCK_N))[None, :]
+            exists = row_exists & (kv >= least) & (kv < kv_len)
             at = start + q.to(tl.int64) * stride_q + kv.to(tl.int64) * stride_k
-            bits = (tl.load(source_ptr + at, mask=row_exists & (kv < kv_len), other=0) != 0).to(tl.int32)
+            bits = (tl.load(source_ptr + at, mask=exists, other=0) != 0).to(tl.int32)
         else:
             # Strides are in units of four quads, and so is the length: loads of 16 bytes.
+            tl.static_assert(not MOVED)
             quad = tl.arange(0, BLOCK_N // 4)[None, :]
-            at = (start + q.to(tl.int64) * stride_q) * 4 + tile_column * (BLOCK_N // 4) + quad
-            exists = row_exists & (tile_column * (BLOCK_N // 16) + quad // 4 < kv_len // 16)
+            at = (start + q.to(tl.int64) * stride_q) * 4 + kv0 // 4 + quad
+            exists = row_exists & (kv0 // 16 + quad // 4 < kv_len // 16)
             quad = tl.load(source_ptr + at, mask=exists, other=0)
             # Reduce each byte to its lowest bit, then move the four bits side by side, to the top.
             quad |= quad >> 4

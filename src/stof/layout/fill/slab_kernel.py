@@ -7,8 +7,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.layout.builders.gpu.program import program_bounds
-from stof.layout.builders.gpu.tile_bits import PROGRAM, SIZES, bits_of, start_of
+from stof.layout.fill.program import program_bounds
+from stof.layout.fill.tile_bits import PROGRAM, SIZES, bits_of, start_of
 
 # Kinds of slabs: every power of two of columns up to the 256 of a thread block.
 KINDS = tl.constexpr(9)
@@ -18,7 +18,7 @@ _NUMBERS = [*SIZES, "first_count", "first_row", "first_word", "height"]
 @triton.jit(do_not_specialize=_NUMBERS)
 @no_type_check
 def count_slabs(
-    source_ptr,  # as for `classify_tiles`
+    source_ptr,  # as for `count_tiles`
     counts_ptr,  # int32, zeros: at `first_count` [P * R, KINDS, 2], slabs that are needed and slabs that are full
     stride_b,
     stride_h,
@@ -72,7 +72,7 @@ def count_slabs(
             return
     per_column = tl.zeros([BLOCK_N // 32, 32], tl.int32)
     for first in range(0, rows, ROWS):
-        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, pid % columns, q_len, kv_len,
+        words = bits_of(source_ptr, start, stride_q, stride_k, q0, first, kv0, 0, q_len, kv_len,
                         SOURCE, height, BLOCK_N, ROWS)  # fmt: skip
         keep = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         per_column += tl.sum(keep, 0)

@@ -8,14 +8,13 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from stof.errors import KernelError
-from stof.layout.builders.gpu.input_forms import BYTES, PROGRAM, QUADS
+from stof.layout.fill.input_forms import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
 
@@ -65,16 +64,6 @@ def on_device(make: Callable[P, T | None]) -> Callable[P, T | None]:
             return None
 
     return made
-
-
-@functools.cache
-def triton_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """`kernels`, `reading` and `launch`, imported when first needed; an import statement takes a while every time."""
-    from stof.layout.builders.gpu import build_kernels as kernels
-    from stof.layout.builders.gpu import tile_bits as reading
-    from stof.runtime import launch
-
-    return kernels, reading, launch
 
 
 class PinnedMailbox:
@@ -171,7 +160,9 @@ class Source(NamedTuple):
             int32 on the device, zeros first; a mailbox in which kernels may write the first `results` numbers; and
             where the numbers of the programs begin.
         """
-        _, reading, launching = triton_modules()
+        from stof.layout.fill.tile_bits import prepare
+        from stof.runtime.launch import launch
+
         numbers, _, draws, drawn = self.programs
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
@@ -179,7 +170,7 @@ class Source(NamedTuple):
         mailbox = PinnedMailbox.of(results, numbers, device.type == "cuda")
         sizes = (results, zeros, first, count, len(draws))
         programs = -(-max(zeros, count, drawn) // _CLEARED)
-        launching.launch(reading.prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
+        launch(prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
         return state, mailbox, first
 
 
