@@ -347,6 +347,7 @@ def test_hits_check_lengths(lengths: tuple[Any, Any]) -> None:
 def test_few_plans_with_filled_lists_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(100, 2**20, monkeypatch)
     others = [stof.plan(masks.sliding_window(n, 1), 64) for n in range(5)]
+    monkeypatch.setattr("stof.plans.cache._MOST_FILLED", 16)
     for n in range(30):
         stof.plan(masks.sliding_window(n), 64).is_filled = True
     assert len(cache._plans) == 5 + 17  # the latest was not known to be filled when it was stored

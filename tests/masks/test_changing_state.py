@@ -514,3 +514,45 @@ def test_a_table_that_is_written_in_ways_that_pytorch_does_not_count() -> None:
     assert not first.changed()
     functions.forget_functions()
     assert not first.changed()
+
+
+@pytest.mark.parametrize("change", ["attribute", "requires_grad", "gradient"])
+def test_what_functions_read_of_tensors_besides_their_values(change: str) -> None:
+    table: Any = torch.ones(20)
+    table.window = 3
+
+    def of_attribute(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (table[j] > 0) & (i - j < table.window)
+
+    def of_flag(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (table[j] > 0) & (i - j < (3 if table.requires_grad else 7))
+
+    def of_gradient(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (table[j] > 0) & (i - j < (3 if table.grad is None else 7))
+
+    fn = {"attribute": of_attribute, "requires_grad": of_flag, "gradient": of_gradient}[change]
+    mask = masks.from_function(fn)
+    first = mask.frozen()
+    dense = first.to_dense(20)
+    if change == "attribute":
+        table.window = 7
+    elif change == "requires_grad":
+        table.requires_grad_()
+    else:
+        table.grad = torch.ones(20)
+    assert first.changed()
+    assert mask.frozen() != first
+    assert not torch.equal(mask.to_dense(20), dense)
+
+
+def test_functions_that_mean_something_else_on_broadcast_indices_are_told_apart_once_for_all() -> None:
+    def made(table: Tensor) -> Mask:
+        def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return table[j] & (j <= i) if i.ndim == 0 else table[j] & (j <= i + 1)
+
+        return masks.from_function(keep)
+
+    tables = [torch.rand(20) < 0.7 for _ in range(3)]
+    frozen = [made(table).frozen() for table in tables]
+    for mask, table in zip(frozen, tables, strict=True):
+        assert torch.equal(mask.to_dense(20)[0, 0], table & torch.ones(20, 20, dtype=torch.bool).tril())

@@ -126,7 +126,7 @@ def test_functions_mean_single_calls(name: str) -> None:
     mask, expected = masks.from_function(fn), one_at_a_time(fn)
     assert isinstance(mask, functions.FunctionMask)
     assert torch.equal(mask.to_dense(Q, K, batch=B, heads=H).expand(B, H, Q, K), expected)
-    assert functions._KNOWN[fn].elementwise == elementwise_
+    assert functions._KNOWN[fn].calling.elementwise == elementwise_
     assert (mask.depends_on_batch, mask.depends_on_heads) == ("b" in used, "h" in used)
     assert mask.dims(B, H) == (B if "b" in used else 1, H if "h" in used else 1)
     for config in (stof.LayoutConfig(16, 16), stof.LayoutConfig(16, 16, 1)):
@@ -188,7 +188,7 @@ def test_functions_of_compiled_code(name: str, backend: str) -> None:
     found = compiled(q, k, v)
     wanted = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), one_at_a_time(fn))
     torch.testing.assert_close(found.double(), wanted.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
-    assert functions._KNOWN[fn].elementwise == FUNCTIONS[name][1]
+    assert functions._KNOWN[fn].calling.elementwise == FUNCTIONS[name][1]
 
 
 def test_block_masks_depend_on_what_their_lists_have() -> None:
@@ -300,7 +300,7 @@ def test_the_largest_tensor_of_a_single_call_is_known() -> None:
         rows = (q + wide[:2]).sum() + (q + wide).sum() + (q + wide[:3]).sum()
         return (rows + (wide[:5] * q * kv).sum() + b) > 4
 
-    elements = elementwise.traits_of(fn, at, {}).elements
+    elements = elementwise.traits_of(fn, at).elements
     assert elements == {
         frozenset({0}): 1, frozenset({1}): 1, frozenset({2}): 7, frozenset({3}): 1,
         frozenset({2, 3}): 5, frozenset({0, 2, 3}): 1,
@@ -315,12 +315,12 @@ def test_functions_inside_of_custom_operators() -> None:
     def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return ((q - kv).abs() <= 3) & (q != 7) | (kv == 0)
 
-    outside = elementwise.traits_of(fn, at, {})
+    outside = elementwise.traits_of(fn, at)
     traits = []
 
     @torch.library.custom_op("stof_test::trace", mutates_args=())
     def trace(x: Tensor) -> Tensor:
-        traits.append(elementwise.traits_of(fn, at, {}))
+        traits.append(elementwise.traits_of(fn, at))
         return x.clone()
 
     trace(index)
@@ -409,8 +409,8 @@ def test_what_ranges_say_is_compared() -> None:
     mask = masks.from_function(odd)
     layout = build_layout(mask, 256, 256, stof.LayoutConfig(16, 16))
     assert torch.equal(layout.to_dense(), masks.causal().to_dense(256))
-    assert functions._KNOWN[odd].elementwise
-    assert not functions._KNOWN[odd].closed_form
+    assert functions._KNOWN[odd].calling.elementwise
+    assert not functions._KNOWN[odd].calling.closed_form
 
 
 def test_what_broadcast_tensors_give_is_compared() -> None:
@@ -421,7 +421,7 @@ def test_what_broadcast_tensors_give_is_compared() -> None:
 
     mask = masks.from_function(odd)
     assert torch.equal(mask.to_dense(64), masks.causal().to_dense(64))
-    assert not functions._KNOWN[odd].elementwise
+    assert not functions._KNOWN[odd].calling.elementwise
 
 
 def test_functions_whose_tables_fit_some_positions_only() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,21 +73,23 @@ class Traits:
     record: Record
 
 
-def traits_of(fn: MaskFunction, at: Sequence[Tensor], alike: Mapping[tuple[str, ...], Traits]) -> Traits:
+def traits_of(
+    fn: MaskFunction, at: Sequence[Tensor], alike: Callable[[tuple[str, ...]], Traits | None] = lambda operations: None
+) -> Traits:
     """Trace a mask function in a single call, then in a call on broadcast tensors.
 
     Args:
         fn: the function; what it raises in the single call is raised.
         at: four int64 tensors without dimensions, the score to trace at.
-        alike: traits of functions with the same code and the same numbers in it, by the operations of their records:
-            they differ in the tensors that they read, on which only the record depends.
+        alike: returns the traits of a function with the same code and the same numbers in it, given the operations of
+            its record, if one was traced: they differ in the tensors that they read, on which only the record depends.
 
     Raises:
         MaskFunctionError: the function returns anything but one bool in a tensor, or reads an index in Python.
     """
     trace, keep = _traced_once(fn, at, None)
     record = trace.record()
-    like = alike.get(record.operations)
+    like = alike(record.operations)
     if like is not None:
         return replace(like, record=record)
     _refuse_reads(fn, at, trace.elements)

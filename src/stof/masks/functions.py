@@ -39,6 +39,22 @@ _RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
 
 
 @dataclass
+class _Calling:
+    """How functions with one code, equal numbers in it and equal operations are called.
+
+    Attributes:
+        elementwise: whether to call them on broadcast tensors; else under vmap.
+        closed_form: whether to run them on ranges.
+        compared: which evaluations were compared with single calls: on ranges or tensors, and the logarithms of the
+            lengths.
+    """
+
+    elementwise: bool
+    closed_form: bool
+    compared: set[tuple[bool, int, int]] = field(default_factory=set)
+
+
+@dataclass
 class _Known:
     """What is known of a mask function.
 
@@ -46,29 +62,24 @@ class _Known:
         code: the function's `__code__` when it was traced; tools that reload modules replace it.
         traits: found by tracing it.
         at: the score it was traced at.
-        elementwise: whether to call it on broadcast tensors; else under vmap.
-        closed_form: whether to run it on ranges.
+        calling: how it is called.
         read: `_read_by` the function when it was traced.
         copies: of the tensors in `read`; None where it was not told which of the record's tensors they are.
-        compared: which of its evaluations were compared with single calls: on ranges or tensors, and the logarithms of
-            the lengths.
     """
 
     code: CodeType | None
     traits: Traits
     at: list[Tensor]
-    elementwise: bool
-    closed_form: bool
-    read: _Read | None
-    copies: list[Tensor] | None
-    compared: set[tuple[bool, int, int]]
+    calling: _Calling
+    read: _Read | None = None
+    copies: list[Tensor] | None = None
 
 
 # By function.
 _KNOWN = WeakIdKeyDictionary()
-# By code and numbers, then by operations: functions that differ in their tensors alone are traced as a whole once.
-_ALIKE: dict[Any, dict[tuple[str, ...], _Known]] = {}
-_MOST_ALIKE = 256
+# By code, numbers and operations: functions that differ in their tensors alone are traced as a whole once.
+_ALIKE: dict[Any, tuple[Traits, _Calling]] = {}
+_MOST_ALIKE = 1024
 
 
 def forget_functions() -> None:
@@ -150,7 +161,7 @@ class FunctionMask(Mask):
 
     def tile_bounds(self, index: Index) -> TileBounds:
         try:
-            if self._compared(index).closed_form:
+            if self._compared(index).calling.closed_form:
                 return TileBounds.of(self.fn(index.b, index.h, index.q, index.kv))
         except Exception:  # the function takes tensors only; as a tensor it may be right
             return TileBounds.unknown(index.device)
@@ -160,7 +171,7 @@ class FunctionMask(Mask):
         known = self._compared(index)
         at = (index.b, index.h, index.q, index.kv)
         with _errors_of(self.fn):
-            keep = self.fn(*at) if known.elementwise else under_vmap(self.fn, at, known.traits.elements)
+            keep = self.fn(*at) if known.calling.elementwise else under_vmap(self.fn, at, known.traits.elements)
         sizes = shape_of(at)
         fits = keep.ndim <= 4 and all(
             kept in (1, size) for kept, size in zip(reversed(keep.shape), reversed(sizes), strict=False)
@@ -183,18 +194,19 @@ class FunctionMask(Mask):
         ranges = isinstance(index.q, Interval)
         key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
         # A check on ranges covers tensors too.
-        if known is not None and (key in known.compared or (True, *key[1:]) in known.compared):
+        if known is not None and known.calling.compared & {key, (True, *key[1:])}:
             return known
         at = _samples(index)
         known = _traced(self.fn, [x.flatten()[0] for x in at])
         with _errors_of(self.fn):
             expected = under_vmap(self.fn, at, known.traits.elements)
-        if known.elementwise and not self._broadcast_agrees(at, expected):
-            known.elementwise = known.closed_form = False
+        calling = known.calling
+        if calling.elementwise and not self._broadcast_agrees(at, expected):
+            calling.elementwise = calling.closed_form = False
             _warn_slow(self.fn, "another result on broadcast indices")
-        if ranges and known.closed_form:
-            known.closed_form = self._ranges_agree(at, expected)
-        known.compared.add(key)
+        if ranges and calling.closed_form:
+            calling.closed_form = self._ranges_agree(at, expected)
+        calling.compared.add(key)
         return known
 
     def _broadcast_agrees(self, at: Indices, expected: Tensor) -> bool:
@@ -255,7 +267,7 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     if known is None:
         trace = _trace(fn, at)
         known = _KNOWN.setdefault(fn, trace)
-        if trace is known and not trace.elementwise:
+        if trace is known and not trace.calling.elementwise:
             _warn_slow(fn, trace.traits.obstacle or "")
     return known
 
@@ -264,24 +276,29 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
 def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """Trace a function at one score."""
     read = _read_by(fn)
-    key = None if read is None else (fn.__code__, read.numbers)
-    alike = _ALIKE.get(key, {})
+
+    def alike(operations: tuple[str, ...]) -> tuple[Traits, _Calling] | None:
+        return None if read is None else _ALIKE.get((fn.__code__, read.numbers, operations))
+
+    def traits_alike(operations: tuple[str, ...]) -> Traits | None:
+        found = alike(operations)
+        return found and found[0]
+
     with _errors_of(fn):
-        traits = traits_of(fn, at, {operations: one.traits for operations, one in alike.items()})
+        traits = traits_of(fn, at, traits_alike)
+    calling = _Calling(traits.obstacle is None, traits.obstacle is None)
     if read is None or read != _read_by(fn):  # in the latter case another thread changed it meanwhile
-        elementwise = traits.obstacle is None
-        return _Known(_code_of(fn), traits, at, elementwise, elementwise, read=None, copies=None, compared=set())
-    copies = [next((copy for copy in traits.record.tensors if same_bits(x, copy)), None) for x in read.tensors]
-    known_copies = None if None in copies else [copy for copy in copies if copy is not None]
-    like = alike.get(traits.record.operations)
-    if like is not None:
-        return replace(like, traits=traits, at=at, read=read, copies=known_copies)
-    elementwise = traits.obstacle is None
-    known = _Known(fn.__code__, traits, at, elementwise, elementwise, read, known_copies, compared=set())
+        return _Known(_code_of(fn), traits, at, calling)
+    operations = traits.record.operations
     if len(_ALIKE) >= _MOST_ALIKE:
         _ALIKE.clear()
-    _ALIKE.setdefault(key, {})[traits.record.operations] = known
-    return known
+    without_tensors = replace(traits, record=Record(operations, ()))
+    _, calling = _ALIKE.setdefault((fn.__code__, read.numbers, operations), (without_tensors, calling))
+    copies: list[Tensor] | None = None
+    if not in_capture():  # comparing waits for a GPU
+        same = [next((copy for copy in traits.record.tensors if same_bits(x, copy)), None) for x in read.tensors]
+        copies = None if None in same else [copy for copy in same if copy is not None]
+    return _Known(fn.__code__, traits, at, calling, read, copies)
 
 
 @past_modes
@@ -375,7 +392,7 @@ class _Read:
 
 
 def _read_by(fn: MaskFunction) -> _Read | None:
-    """What a function reads; None if it may read more than numbers and tensors."""
+    """What a function reads; None if it may read more than numbers and the values of tensors."""
     if type(fn) is not FunctionType:
         return None
     names = _globals_of(fn.__code__)
@@ -397,13 +414,32 @@ def _read_by(fn: MaskFunction) -> _Read | None:
         return None
     defaults: dict[Any, object] = {**dict(enumerate(fn.__defaults__ or ())), **(fn.__kwdefaults__ or {})}
     every = [value for values in (read, cells, defaults) for value in values.values()]
+    tensors = [value for value in every if type(value) is Tensor]
     if not all(type(value) in _NUMBERS or type(value) is Tensor for value in every):
         return None
+    if tensors and (not _attributes_of(fn.__code__) <= _OF_VALUES or any(map(vars, tensors))):
+        return None
     texts = (
-        tuple([(name, type(value), "" if type(value) is Tensor else repr(value)) for name, value in values.items()])
+        tuple([(name, type(value), _text_of(value)) for name, value in values.items()])
         for values in (read, cells, defaults)
     )
-    return _Read((torch.get_default_dtype(), *texts), [value for value in every if type(value) is Tensor])
+    return _Read((torch.get_default_dtype(), *texts), tensors)
+
+
+def _text_of(value: object) -> str:
+    """All of a number; of a tensor what is known without its values."""
+    if type(value) is not Tensor:
+        return repr(value)
+    strides = value.stride() if value.layout == torch.strided and not value.is_nested else ()
+    return f"{value.shape} {strides} {value.dtype} {value.device} {value.layout} {value.requires_grad}"
+
+
+# Attributes that depend on a tensor's values, sizes, dtype and device alone.
+_OF_VALUES = {
+    "shape", "ndim", "dtype", "device", "size", "dim", "numel", "to", "long", "int", "bool", "float", "abs", "clamp",
+    "sum", "any", "all", "min", "max", "amin", "amax", "item", "tolist", "eq", "ne", "lt", "le", "gt", "ge", "where",
+    "logical_and", "logical_or", "logical_not", "logical_xor", "unsqueeze", "squeeze", "view", "reshape", "flatten",
+}  # fmt: skip
 
 
 # Types whose values cannot change, and are told by their texts.
@@ -424,6 +460,14 @@ def _is_constant(attribute: str) -> bool:
     value = getattr(torch, attribute, None)
     operator = type(value) is BuiltinFunctionType and value.__self__ is None
     return operator or isinstance(value, torch.dtype) or attribute in ("inf", "nan", "pi", "e")
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes_of(code: CodeType) -> set[str]:
+    """Names of all attributes that a function's code reads, but for those of `torch`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    of_torch = {n + 1 for n, step in enumerate(steps) if step.opname in _LOADS and step.argval == "torch"}
+    return {step.argval for n, step in enumerate(steps) if step.opname in _ATTRIBUTES and n not in of_torch}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from stof.runtime.locks import ForkSafeLock
 # Calls by which plans are found; a plan serves calls of many batch sizes.
 _MOST_CALLS = 1024
 # Plans that are small and cheap to make again, because a GPU fills their lists: they are measured by `info` alone.
-_MOST_FILLED = 16
+_MOST_FILLED = 32
 
 
 def plan_key(

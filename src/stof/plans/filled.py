@@ -40,7 +40,7 @@ def is_fillable(choice: KernelChoice) -> bool:
 
 
 def is_fillable_backward(tiling: BackwardTiling) -> bool:
-    """The same of the Triton kernels for gradients."""
+    """Whether the lists of a tiling of Triton's kernels for gradients can be filled: whole tiles, rows in order."""
     layouts, kernels = (tiling.dq_layout, tiling.dkv_layout), (tiling.dq, tiling.dkv)
     whole = all(layout is not None and _has_whole_tiles(layout) for layout in layouts)
     return whole and all(kernel is not None and not kernel.split_tiles for kernel in kernels)
@@ -66,7 +66,7 @@ class ServingChoice(NamedTuple):
 
 
 class ServingTiling(NamedTuple):
-    """The same for gradients."""
+    """A kept tiling for the gradients under another mask, and the lists that were filled, if any."""
 
     tiling: BackwardTiling
     prepared: PreparedBackward | None
@@ -86,7 +86,8 @@ def kept_choice(
     Args:
         device: the plan's.
         prepared: choices with lists of this mask.
-        layout_errors: choices whose layouts do not fit. Filled lists may: their tiles hold no key that no query sees.
+        layout_errors: choices whose layouts do not fit. Filled lists of them may fit: no tile of theirs holds a key
+            that no query sees.
         mask_text: repr of this mask.
     """
     near = kept.near(geometry.statistics)
@@ -171,7 +172,12 @@ def keep_choice(
 def kept_tiling(
     kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str
 ) -> ServingTiling | None:
-    """As `kept_choice`, for gradients."""
+    """The tiling that serves the gradients under a mask without a survey; None if the mask must be surveyed.
+
+    Args:
+        geometry_of: returns the geometry of the mask, or with True that of the transposed mask.
+        mask_text: repr of the mask.
+    """
     geometry, transposed = geometry_of(False), geometry_of(True)
     near = kept.near(geometry.statistics)
     if near is None:

@@ -1,8 +1,9 @@
 """Choices kept by the structure of a mask: a later mask with other numbers is neither surveyed nor estimated.
 
-The structure of a mask is its program without bounds, shifts, table sizes and table contents. Of each structure, and of
-each kind of call, several choices are kept: how fast one is depends on how many keys rows see, and on much else. A kept
-choice says how a call is computed, never which scores count: lists and layouts are made for each mask.
+The structure of a mask is its program without bounds, shifts, table sizes and table contents, or the text of a function
+or composition without its numbers; all bool tensors have one. Of each structure, and of each kind of call, several
+choices are kept: how fast one is depends on how many keys rows see, and on much else. A kept choice says how a call is
+computed, never which scores count: lists and layouts are made for each mask.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stof.selection import CallSpec, MaskGeometry
 
 # Structures, with the calls under them, of which choices are kept, and choices of each.
 _MOST, _MOST_CHOICES = 256, 32
-# How much the statistics of a mask, in octaves, may differ from those of the mask that a choice was made for.
+# How much each statistic of a mask, a logarithm to base 2, may differ from that of the mask that a choice was made for.
 _REACH = 0.5
 # Strided row orders need a length that stride times `block_m` divides; larger divisors than this make no difference.
 _EVEN = 2**12
@@ -42,8 +43,8 @@ class KeptChoices:
     """Choices of one structure for one kind of call, by the statistics of the masks that they were made for.
 
     Attributes:
-        whole_tiles: whether masks unlike all of those are served by whole tiles, whose lists the GPU fills.
-        compiled: layouts of whole tiles whose kernels are compiled.
+        whole_tiles: whether masks unlike all of those may be served by whole tiles, whose lists the GPU fills.
+        compiled: whole tiles whose kernels are compiled: their layouts, or for gradients `compiled_by` their tilings.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ kept_by_structure = KeptByStructure()
 
 
 def structure_key(geometry: MaskGeometry, call: CallSpec, *rest: Hashable) -> Hashable | None:
-    """The key of choices for calls like this one under masks of one structure; None for masks without a program.
+    """The key of choices for calls like this one under masks of one structure; None for masks that have none.
 
     Lengths and batch entries count by powers of two, so that packed rows and growing caches share choices.
 

@@ -56,6 +56,8 @@ from stof.validation import usable_device
 Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
 # Bound calls that one plan stores: shapes and strides rarely vary under one pair of lengths.
 _MOST_CALLS = 64
+# Bytes of small lists.
+_SMALL = 2**21
 # No layout has fewer tiles.
 _FEWEST_TILES = LayoutConfig(256, 256)
 
@@ -110,7 +112,7 @@ class Plan(Numbered):
 
     is_dynamic = False  # whether the mask is replaced in every step
     updates = 0  # how often the mask was replaced
-    is_filled = False  # whether a GPU filled its lists from a program: it is small, and cheap to make again
+    is_filled = False  # whether it holds nothing but small lists that a GPU filled from a program
     when_grown: Callable[[], object] | None = None  # called when `bytes` has become more
 
     def __init__(
@@ -271,7 +273,9 @@ class Plan(Numbered):
             if serves is not None and serves.choice not in self._rejected:
                 if serves.prepared is not None:
                     self._prepared[replace(serves.choice, widened=False)] = serves.prepared
-                    self.is_filled = geometry.evaluated.as_tensor(self.q_len, self.kv_len) is None
+                    held = sum(tensor.nbytes for tensor in tensors_of(serves.prepared))
+                    is_program = geometry.evaluated.as_tensor(self.q_len, self.kv_len) is None
+                    self.is_filled = is_program and held <= _SMALL and not self._layouts
                     self.note_growth()
                 self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
                 return serves.choice
@@ -372,6 +376,7 @@ class Plan(Numbered):
     def _build(self, config: LayoutConfig, row_order: str | None) -> Layout:
         assert self.mask_geometry is not None
         self._check_unchanged()
+        self.is_filled = False
         return self.mask_geometry.build(config, row_order)
 
     def _check_unchanged(self) -> None:

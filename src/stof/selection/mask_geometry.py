@@ -82,7 +82,9 @@ class MaskGeometry(Geometry):
         scores = None
         if self.device.type == "cuda" and not has_gpu_form(self.mask, self.q_len, self.kv_len, self.dims):
             make = functools.partial(scores_of, self.mask, self.q_len, self.kv_len, self.dims, self.device)
+            self.mask.refuse_changed()
             scores = made_for_calls(self.device, make)
+            self.mask.refuse_changed()  # meanwhile
         return self.mask if scores is None else scores
 
     def transposed(self) -> MaskGeometry:

@@ -55,8 +55,9 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     device = q.device
     key = _key_under_any_mask(q, k, v, prepared, options)
-    if key in _under_any_mask:
-        return _under_any_mask[key](prepared)
+    known = _under_any_mask.get(key)
+    if known is not None:
+        return known(prepared)
     _, heads, q_len, head_dim = q.shape
     width = padded_width(head_dim)
     stages = q_stages(lists.block_m, width, bias is not None, bool(lists.paired))
@@ -140,8 +141,10 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
         device=device,
     )  # fmt: skip
 
+    scalars = options.scalars
+
     def bound(prepared: PreparedTiles, work: DeviceWork, ready: Launch) -> BoundCall:
-        moved = moving_call(bind, prepared, options.scalars, device)
+        moved = moving_call(bind, prepared, scalars, device)
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
             result = out = torch.empty_like(q)
