@@ -24,7 +24,7 @@ from tests.strategies import dense_masks, mask_trees
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter runs on the CPU
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")  # Triton's interpreter runs on the CPU
 TILES = st.tuples(st.sampled_from([32, 64, 192]), st.sampled_from([32, 64, 128]))
 
 

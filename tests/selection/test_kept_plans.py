@@ -18,7 +18,7 @@ from stof.masks import Mask, transposed
 from stof.masks.tensors import as_mask
 from stof.plans import backward, plan
 from stof.plans.backward import PlanGradients
-from stof.plans.filled import _Counted, is_fillable
+from stof.plans.filled import _Counted, is_fillable, is_fillable_backward
 from stof.plans.kept_choices import kept_by_structure
 from stof.plans.plan import Plan
 from stof.selection import CallSpec, MaskGeometry, select
@@ -158,6 +158,19 @@ def test_gradients_of_the_second_mask_are_filled(monkeypatch: pytest.MonkeyPatch
     assert isinstance(prepared, PreparedBackward)
     assert prepared.dq.slots == prepared.dkv.slots == 0
     del first, second
+
+
+def test_gradients_of_first_masks_are_filled_if_they_have_tiles_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels for one kind of tiles are as fast as those for both."""
+    for mask, filled in ((masks.causal(), True), (masks.full(), False), (masks.sliding_window(30), False)):
+        kept_by_structure.clear()
+        made = plan_of(mask)
+        of_made = PlanGradients(made)
+        name, tiling = of_made.choices(CALL)[0]
+        monkeypatch.setattr(MaskGeometry, "build", None)
+        assert is_fillable_backward(tiling)
+        assert ((name, tiling) in of_made._prepared) == filled
+        del made
 
 
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

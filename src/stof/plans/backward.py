@@ -14,7 +14,7 @@ from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import DenseMask
-from stof.plans.filled import keep_tiling, kept_tiling
+from stof.plans.filled import filled_gradients, is_fillable_backward, keep_tiling, kept_tiling
 from stof.plans.kept_choices import kept_by_structure, structure_key
 from stof.plans.plan import Plan
 from stof.runtime.memory import made_for_calls, tensors_on_host
@@ -87,6 +87,15 @@ class PlanGradients:
         tilings = backward.tilings(call, self._geometry)
         if kept is not None:
             keep_tiling(kept, call, self._geometry, tilings[0], plan.mask_text)
+            geometry = self._geometry(False)
+            is_new = (name, tilings[0]) not in self._prepared
+            if is_new and geometry.is_counted_on_device and is_fillable_backward(tilings[0]):
+                # The kernels that fill are those of later masks: fewer are compiled than for layouts.
+                fill = partial(filled_gradients, self._geometry, tilings[0], both_kinds=True, device=geometry.device)
+                prepared = made_for_calls(plan.device, fill)
+                if prepared is not None:
+                    self._prepared[name, tilings[0]] = prepared
+                    plan.note_growth()
         return tilings
 
     def prepared(self, name: str, tiling: BackwardTiling) -> Any:

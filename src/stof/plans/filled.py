@@ -190,21 +190,28 @@ def kept_tiling(
     if not is_fillable_backward(tiling):
         return ServingTiling(tiling, None)
     kept.compiled |= compiled_by(tiling)
-    return ServingTiling(tiling, _filled_gradients(geometry_of, tiling, device=geometry.device))
+    return ServingTiling(tiling, filled_gradients(geometry_of, tiling, device=geometry.device))
 
 
 @on_device
-def _filled_gradients(
-    geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, device: torch.device
-) -> PreparedBackward | None:
-    """The lists of a fillable tiling; None for masks that cannot be filled."""
+def filled_gradients(
+    geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, both_kinds: bool = False,
+    device: torch.device,
+) -> PreparedBackward | None:  # fmt: skip
+    """The lists of a fillable tiling; None for masks that cannot be filled.
+
+    Args:
+        both_kinds: return None, too, for masks without partial or without full tiles, which have faster kernels.
+    """
     assert tiling.dq_layout is not None
     assert tiling.dkv_layout is not None
     layouts = {False: tiling.dq_layout[0], True: tiling.dkv_layout[0]}
     counted = _wait_for_both(
         geometry_of, {swap: _start(geometry_of(swap), [layout], device) for swap, layout in layouts.items()}
     )
-    return None if counted is None else _prepared_gradients(counted, tiling)
+    if counted is None or (both_kinds and not all(one.has_both_kinds() for one in counted.values())):
+        return None
+    return _prepared_gradients(counted, tiling)
 
 
 @on_device
@@ -295,6 +302,10 @@ class _Counted(Geometry):
             partial, full = self._fills[layout][0].of_row_blocks()[:, self._which[:MASKS_COUNTED]].long()
             self._counts[layout] = TileCounts(partial, full)
         return Survey(self._counts, torch.empty((0, self.lengths[0]), device="cpu"), *self._dims)
+
+    def has_both_kinds(self) -> bool:
+        """Whether there are partial and full tiles in each size."""
+        return all(0 < partial < tiles for _, tiles, partial in self._fills.values())
 
     def write(self, layout: LayoutConfig, every_column: bool) -> FilledTiles:
         """Write the lists of one size; see `TileFill.write`."""

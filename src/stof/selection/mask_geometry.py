@@ -105,6 +105,11 @@ class MaskGeometry(Geometry):
         on_host = host_mask(self.evaluated, self.q_len, self.kv_len, self.dims, self.device)
         return (self.evaluated, self.device) if on_host is None else (on_host, torch.device("cpu"))
 
+    @property
+    def is_counted_on_device(self) -> bool:
+        """Whether tiles are counted where the calls are, not on the host as those of small masks are at first."""
+        return self._counted[1] == self.device
+
     @functools.cached_property
     def dims(self) -> tuple[int, int]:
         """Leading sizes of the mask."""
