@@ -39,6 +39,13 @@ def test_tokens_go_to_rows_and_back(data: st.DataObject, batch: int, length: int
         assert positions.tolist() == list(range(first, first + int(valid[number].sum())))
 
 
+def test_one_row_keeps_the_order_of_sequences() -> None:
+    """Also with a bound on its tokens, by which several rows would begin with the longest sequence."""
+    unpadding = unpad(torch.tensor([[True, False, False], [True, True, False]]), max_tokens=3)
+    assert unpadding.mask == unpad(torch.tensor([[True, False], [True, True]])).mask
+    assert unpadding.position_ids.tolist() == [[0, 0, 1]]
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     valid = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ShapeError, match="marks no token"):

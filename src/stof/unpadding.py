@@ -127,7 +127,7 @@ def _rows_of_sequences(lengths: list[int], max_tokens: int | None) -> list[list[
             room.append(max_tokens)
         rows[row].append(sequence)
         room[row] -= lengths[sequence]
-    return rows
+    return rows if len(rows) > 1 else [present]  # tokens of one row keep their order
 
 
 def _documents(rows: list[list[int]], width: int) -> Mask:
