@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 # Ratio of the estimates of a choice whose kernel is compiled, and of the best, up to which the former is taken.
-_COMPILE_FROM = 1.05
+_COMPILE_FROM = 1.1
 
 
 def compiled_or_best(times: Mapping[T, float], is_compiled: Callable[[T], bool]) -> T:
