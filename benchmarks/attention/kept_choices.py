@@ -210,7 +210,7 @@ def _forward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
         if is_fillable(near.choice):
             kept.compiled.add(near.choice.layout)
         return one.forward_us(for_call(near.choice, one.call)), best.estimate_us, False
-    if near is None and kept.whole_tiles:
+    if near is None and kept.may_count:
         whole = {c.choice: c.estimate_us or 0.0 for c in one.ranked if c.choice is not None and is_fillable(c.choice)}
         choice = compiled_or_best(whole, lambda choice: choice.layout in kept.compiled)
         kept.compiled.add(choice.layout)
@@ -228,7 +228,7 @@ def _backward(kept: KeptChoices, one: Measured) -> tuple[float, float, bool]:
     if near is not None:
         kept.compiled |= compiled_by(near.choice)
         return one.backward_us(near.choice), best_us, False
-    if kept.whole_tiles:
+    if kept.may_count:
         tiling, _ = best_tiling(one.call, one.geometry_of, whole_tiles=True, compiled=kept.compiled)
         kept.compiled |= compiled_by(tiling)
         kept.keep(one.geometry.statistics, tiling, repr(one.mask))

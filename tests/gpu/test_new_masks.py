@@ -145,7 +145,7 @@ def test_bool_tensors_written_between_calls() -> None:
 def test_compiled_kernels_serve_other_masks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
     """Masks unlike those before are not surveyed, and nothing is compiled if a compiled kernel is about as fast."""
     kept_by_structure.clear()
-    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 1e9)
+    monkeypatch.setattr("stof.selection.compiled._ALLOWED_SLOWDOWN", 1e9)
     q, k, v = (torch.randn(1, 8, 4096, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 

@@ -156,7 +156,7 @@ def test_lists_of_the_next_mask_are_filled() -> None:
 def test_masks_unlike_all_others_are_surveyed_where_whole_tiles_may_be_slow() -> None:
     kept = KeptChoices()
     first_choice(geometry(masks.sliding_window(20)), kept)
-    kept.whole_tiles = False
+    kept.may_count = False
     assert served(kept, masks.sliding_window(500)) is None
     first_choice(geometry(masks.sliding_window(500)), kept)
     for window, like in ((19, 20), (450, 500)):

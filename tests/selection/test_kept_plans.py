@@ -18,7 +18,7 @@ from stof.masks import Mask, transposed
 from stof.masks.tensors import as_mask
 from stof.plans import backward, plan
 from stof.plans.backward import PlanGradients
-from stof.plans.filled import _Counted, is_fillable, is_fillable_backward
+from stof.plans.filled import _CountedTiles, is_fillable, is_fillable_backward
 from stof.plans.kept_choices import kept_by_structure
 from stof.plans.plan import Plan
 from stof.selection import CallSpec, MaskGeometry, select
@@ -73,7 +73,7 @@ def test_the_second_mask_is_not_surveyed_and_has_filled_lists(monkeypatch: pytes
 def test_masks_unlike_all_before_are_served_by_the_best_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is that of a survey, among tiles that the GPU fills."""
     window(100).choice(CALL)
-    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 0.0)
+    monkeypatch.setattr("stof.selection.compiled._ALLOWED_SLOWDOWN", 0.0)
     for size in (5, 20, 400):
         other = window(size)
         ranked = other.candidates(CALL)
@@ -99,7 +99,7 @@ def test_counted_tiles_are_those_of_a_survey(swap: bool) -> None:
     of_heads = masks.per_head([masks.sliding_window(30, 5), masks.causal(), masks.causal()])
     for mask, batch, heads in ((masks.documents([200, 12, 300]), 1, 1), (of_batch, 3, 2), (of_heads, 1, 3)):
         geometry = MaskGeometry(transposed(mask) if swap else mask, 512, 512, batch=batch, heads=heads)
-        counted = _Counted.of(geometry, sizes, torch.device("cpu"))
+        counted = _CountedTiles.of(geometry, sizes, torch.device("cpu"))
         assert counted is not None
         expected, actual = geometry.survey(tuple(sizes), None), counted.survey(tuple(sizes), None)
         assert (actual.mask_batch, actual.mask_heads) == (expected.mask_batch, expected.mask_heads)
@@ -176,7 +176,7 @@ def test_gradients_of_first_masks_are_filled_if_they_have_tiles_of_both_kinds(mo
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     first, of_first = gradients(100)
     of_first.choices(CALL)
-    monkeypatch.setattr("stof.selection.compiled._COMPILE_FROM", 0.0)
+    monkeypatch.setattr("stof.selection.compiled._ALLOWED_SLOWDOWN", 0.0)
     for size in (101, 5, 400):
         other, of_other = gradients(size)
         expected, _ = best_tiling(CALL, of_other._geometry, whole_tiles=True)

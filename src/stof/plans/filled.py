@@ -24,7 +24,7 @@ from stof.selection.gpu_choices import for_call
 from stof.selection.select import LayoutErrors, takes
 
 # Maximum ratio of a fillable choice's estimate to the best estimate.
-_MOST_SLOWER = 1.2
+_ALLOWED_SLOWDOWN = 1.2
 
 
 def is_fillable(choice: KernelChoice) -> bool:
@@ -92,7 +92,7 @@ def kept_choice(
     """
     near = kept.near(geometry.statistics)
     if near is None:
-        may_count = kept.whole_tiles and not call.has_bias
+        may_count = kept.may_count and not call.has_bias
         return _counted_choice(kept, geometry, call, device, mask_text, device=geometry.device) if may_count else None
     wide = call.widened() if near.choice.widened else None
     choice = for_call(near.choice, wide or call)
@@ -115,7 +115,7 @@ def kept_choice(
 def _filled_tiles(geometry: MaskGeometry, choice: KernelChoice, *, device: torch.device) -> PreparedTiles | None:
     """The lists of a fillable choice; None for masks that cannot be filled."""
     assert choice.layout is not None
-    counted = _Counted.of(geometry, [choice.layout], device)
+    counted = _CountedTiles.of(geometry, [choice.layout], device)
     return None if counted is None else _prepared_tiles(counted, choice)
 
 
@@ -134,7 +134,7 @@ def _counted_choice(
     """
     wide = None if takes("hopper", call) else call.widened()
     choices = [one for one in gpu_choices(wide or call, geometry, "hopper") if is_fillable(one)]
-    counted = _Counted.of(geometry, [one.layout for one in choices if one.layout is not None], device)
+    counted = _CountedTiles.of(geometry, [one.layout for one in choices if one.layout is not None], device)
     if counted is None:
         return None
     ranked = weighed(choices, wide or call, gpu, counted, {})
@@ -148,7 +148,7 @@ def _counted_choice(
     return ServingChoice(replace(choice, filled=True), _prepared_tiles(counted, choice), mask_text)
 
 
-def _prepared_tiles(counted: _Counted, choice: KernelChoice) -> PreparedTiles:
+def _prepared_tiles(counted: _CountedTiles, choice: KernelChoice) -> PreparedTiles:
     assert choice.layout is not None
     assert choice.kernel is not None
     return prepare_filled(counted.write(choice.layout, False), counted.lengths, choice.layout.block_n, choice.kernel)
@@ -163,10 +163,10 @@ def keep_choice(
     if best_us is None:
         return
     choice = next((one for one in times if is_fillable(one)), best)
-    if (times[choice] or 0.0) > _MOST_SLOWER * best_us:
+    if (times[choice] or 0.0) > _ALLOWED_SLOWDOWN * best_us:
         choice = best
     kept.keep(geometry.statistics, choice, mask_text)
-    kept.whole_tiles = is_fillable(choice) and geometry.outline is not None and geometry.outline.is_regular
+    kept.may_count = is_fillable(choice) and geometry.outline is not None and geometry.outline.is_regular
 
 
 def kept_tiling(
@@ -181,7 +181,7 @@ def kept_tiling(
     geometry, transposed = geometry_of(False), geometry_of(True)
     near = kept.near(geometry.statistics)
     if near is None:
-        may_count = kept.whole_tiles
+        may_count = kept.may_count
         return _counted_tiling(kept, call, geometry_of, mask_text, device=geometry.device) if may_count else None
     tiling: BackwardTiling = near.choice
     layouts = ((tiling.dq_layout, geometry), (tiling.dkv_layout, transposed))
@@ -207,7 +207,7 @@ def filled_gradients(
     assert tiling.dkv_layout is not None
     layouts = {False: tiling.dq_layout[0], True: tiling.dkv_layout[0]}
     counted = _wait_for_both(
-        geometry_of, {swap: _start(geometry_of(swap), [layout], device) for swap, layout in layouts.items()}
+        geometry_of, {swap: _start_counts(geometry_of(swap), [layout], device) for swap, layout in layouts.items()}
     )
     if counted is None or (both_kinds and not all(one.has_both_kinds() for one in counted.values())):
         return None
@@ -221,7 +221,7 @@ def _counted_tiling(
 ) -> ServingTiling | None:  # fmt: skip
     """As `_counted_choice`, for gradients."""
     wanted = whole_tile_layouts(call)
-    started = {swap: _start(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
+    started = {swap: _start_counts(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
     counted = _wait_for_both(geometry_of, started)
     if counted is None:
         return None
@@ -233,14 +233,14 @@ def _counted_tiling(
 
 def _wait_for_both(
     geometry_of: Callable[[bool], MaskGeometry], started: dict[bool, _Fills]
-) -> dict[bool, _Counted] | None:
-    """The counts of a mask and of its transpose, which `_start` began."""
-    counted = {swap: _Counted.wait_for(geometry_of(swap), fills) for swap, fills in started.items()}
+) -> dict[bool, _CountedTiles] | None:
+    """The counts of a mask and of its transpose, which `_start_counts` began."""
+    counted = {swap: _CountedTiles.wait_for(geometry_of(swap), fills) for swap, fills in started.items()}
     of_mask, of_transpose = counted[False], counted[True]
     return None if of_mask is None or of_transpose is None else {False: of_mask, True: of_transpose}
 
 
-def _prepared_gradients(counted: dict[bool, _Counted], tiling: BackwardTiling) -> PreparedBackward:
+def _prepared_gradients(counted: dict[bool, _CountedTiles], tiling: BackwardTiling) -> PreparedBackward:
     dq, dkv, dq_layout, dkv_layout = tiling.dq, tiling.dkv, tiling.dq_layout, tiling.dkv_layout
     assert dq is not None
     assert dkv is not None
@@ -259,15 +259,16 @@ def keep_tiling(
     """As `keep_choice`, for gradients."""
     geometry = geometry_of(False)
     (whole, whole_us), (_, best_us) = (best_tiling(call, geometry_of, whole_tiles) for whole_tiles in (True, False))
-    is_whole = whole_us <= _MOST_SLOWER * best_us
+    is_whole = whole_us <= _ALLOWED_SLOWDOWN * best_us
     kept.keep(geometry.statistics, whole if is_whole else best, mask_text)
-    kept.whole_tiles = is_whole and geometry.outline is not None and geometry.outline.is_regular
+    kept.may_count = is_whole and geometry.outline is not None and geometry.outline.is_regular
 
 
+# Counts that the device makes, by tile size; None for a size that its kernels do not serve.
 _Fills = dict[LayoutConfig, "TileFill | None"]
 
 
-def _start(of: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Fills:
+def _start_counts(of: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Fills:
     """Begin to count the tiles of a mask in several sizes."""
     return {
         one: start_fill(of.evaluated, of.q_len, of.kv_len, of.dims, of.which, one.block_m, one.block_n, device)
@@ -275,7 +276,7 @@ def _start(of: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) 
     }
 
 
-class _Counted(Geometry):
+class _CountedTiles(Geometry):
     """Tiles of one mask in several sizes, counted on the device but not written."""
 
     def __init__(self, geometry: MaskGeometry, fills: dict[LayoutConfig, tuple[TileFill, int, int]]) -> None:
@@ -284,16 +285,16 @@ class _Counted(Geometry):
         self._counts: dict[LayoutConfig, TileCounts] = {}
 
     @staticmethod
-    def of(geometry: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _Counted | None:
+    def of(geometry: MaskGeometry, layouts: list[LayoutConfig], device: torch.device) -> _CountedTiles | None:
         """Count and wait; None for masks that cannot be filled."""
-        return _Counted.wait_for(geometry, _start(geometry, layouts, device))
+        return _CountedTiles.wait_for(geometry, _start_counts(geometry, layouts, device))
 
     @staticmethod
-    def wait_for(geometry: MaskGeometry, fills: _Fills) -> _Counted | None:
-        """The counts of what `_start` began."""
+    def wait_for(geometry: MaskGeometry, fills: _Fills) -> _CountedTiles | None:
+        """The counts that `_start_counts` began."""
         counts = {layout: (fill, fill.counts()) for layout, fill in fills.items() if fill is not None}
         known = {layout: (fill, *count) for layout, (fill, count) in counts.items() if count is not None}
-        return _Counted(geometry, known) if len(known) == len(fills) else None
+        return _CountedTiles(geometry, known) if len(known) == len(fills) else None
 
     def survey(self, geometries: tuple[LayoutConfig, ...], row_order: str | None) -> Survey:
         """Tiles of the first masks, as `layout.survey` counts them; the keys of rows are not known."""

@@ -43,13 +43,13 @@ class KeptChoices:
     """Choices of one structure for one kind of call, by the statistics of the masks that they were made for.
 
     Attributes:
-        whole_tiles: whether masks unlike all of those may be served by whole tiles, whose lists the GPU fills.
+        may_count: whether masks unlike all of those are served by whole tiles, chosen from counts of their tiles.
         compiled: whole tiles whose kernels are compiled: their layouts, or for gradients `compiled_by` their tilings.
     """
 
     def __init__(self) -> None:
         self._by_statistics: dict[Statistics, Kept] = {}
-        self.whole_tiles = False
+        self.may_count = False
         self.compiled: set[Hashable] = set()
 
     def near(self, statistics: Statistics) -> Kept | None:
@@ -66,7 +66,7 @@ class KeptChoices:
     def drop(self, choice: Any) -> None:
         """Forget a choice that failed."""
         left = {at: kept for at, kept in self._by_statistics.items() if kept.choice != choice}
-        self.whole_tiles = self.whole_tiles and len(left) == len(self._by_statistics)
+        self.may_count = self.may_count and len(left) == len(self._by_statistics)
         self._by_statistics = left
 
 

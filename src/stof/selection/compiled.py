@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 # Ratio of the estimates of a choice whose kernel is compiled, and of the best, up to which the former is taken.
-_COMPILE_FROM = 1.1
+_ALLOWED_SLOWDOWN = 1.1
 
 
 def compiled_or_best(times: Mapping[T, float], is_compiled: Callable[[T], bool]) -> T:
@@ -19,4 +19,4 @@ def compiled_or_best(times: Mapping[T, float], is_compiled: Callable[[T], bool])
     """
     best = min(times, key=times.__getitem__)
     known = min(filter(is_compiled, times), key=times.__getitem__, default=None)
-    return best if known is None or times[known] > _COMPILE_FROM * times[best] else known
+    return best if known is None or times[known] > _ALLOWED_SLOWDOWN * times[best] else known
