@@ -79,7 +79,7 @@ class BackwardCase:
         options = Options(0.1, 30.0 if self.options else 0.0, bias, sinks, dropout_p=0.1 * self.dropout, seed=seed)
         needs = NeedsGrad(bias=self.options, sinks=self.options)
         record = Recorded()
-        with mock.patch.object(arguments, "Launch", record.make), mock.patch.dict(backward._under_any_mask, clear=True):
+        with mock.patch.object(arguments, "Launch", record.make), mock.patch.dict(backward._bound_by_shape, clear=True):
             bound = backward.bind_backward(q, k, v, out, out, d_lse, prepared, options, needs)
             bound(q, k, v, out, lse, out, d_lse, bias, sinks, seed)
         return record.made

@@ -349,7 +349,7 @@ def recorded(case: Case) -> Recorded:
     with contextlib.ExitStack() as patched:
         for module in (arguments, row_wise, hopper, fp8_forward):
             patched.enter_context(mock.patch.object(module, "Launch", record.make))
-        patched.enter_context(mock.patch.dict(hopper._under_any_mask, clear=True))
+        patched.enter_context(mock.patch.dict(hopper._bound_by_shape, clear=True))
         if choice.kernel is None:
             attend_once(row_wise.bind, q, k, v, prepare_rows(layout), options)
         elif choice.implementation == "hopper":

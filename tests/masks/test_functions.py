@@ -410,7 +410,7 @@ def test_what_ranges_say_is_compared() -> None:
     layout = build_layout(mask, 256, 256, stof.LayoutConfig(16, 16))
     assert torch.equal(layout.to_dense(), masks.causal().to_dense(256))
     assert functions._KNOWN[odd].calling.elementwise
-    assert not functions._KNOWN[odd].calling.closed_form
+    assert not functions._KNOWN[odd].closed_form
 
 
 def test_what_broadcast_tensors_give_is_compared() -> None:

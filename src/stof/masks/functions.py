@@ -44,14 +44,11 @@ class _Calling:
 
     Attributes:
         elementwise: whether to call them on broadcast tensors; else under vmap.
-        closed_form: whether to run them on ranges.
-        compared: which evaluations were compared with single calls: on ranges or tensors, and the logarithms of the
-            lengths.
+        compared: logarithms of the lengths at which calls on broadcast tensors were compared with single calls.
     """
 
     elementwise: bool
-    closed_form: bool
-    compared: set[tuple[bool, int, int]] = field(default_factory=set)
+    compared: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -62,7 +59,9 @@ class _Known:
         code: the function's `__code__` when it was traced; tools that reload modules replace it.
         traits: found by tracing it.
         at: the score it was traced at.
-        calling: how it is called.
+        calling: how it is called on tensors.
+        closed_form: whether to run it on ranges.
+        compared: as in `calling`, of calls on ranges: bounds of its own tables decide these.
         read: `_read_by` the function when it was traced.
         copies: of the tensors in `read`; None where it was not told which of the record's tensors they are.
     """
@@ -71,8 +70,10 @@ class _Known:
     traits: Traits
     at: list[Tensor]
     calling: _Calling
+    closed_form: bool
     read: _Read | None = None
     copies: list[Tensor] | None = None
+    compared: set[tuple[int, int]] = field(default_factory=set)
 
 
 # By function.
@@ -161,7 +162,7 @@ class FunctionMask(Mask):
 
     def tile_bounds(self, index: Index) -> TileBounds:
         try:
-            if self._compared(index).calling.closed_form:
+            if self._compared(index).closed_form:
                 return TileBounds.of(self.fn(index.b, index.h, index.q, index.kv))
         except Exception:  # the function takes tensors only; as a tensor it may be right
             return TileBounds.unknown(index.device)
@@ -192,9 +193,8 @@ class FunctionMask(Mask):
         """
         known = _known_before(self.fn)
         ranges = isinstance(index.q, Interval)
-        key = (ranges, index.q_len.bit_length(), index.kv_len.bit_length())
-        # A check on ranges covers tensors too.
-        if known is not None and known.calling.compared & {key, (True, *key[1:])}:
+        key = (index.q_len.bit_length(), index.kv_len.bit_length())
+        if known is not None and key in (known.compared if ranges else known.calling.compared):
             return known
         at = _samples(index)
         known = _traced(self.fn, [x.flatten()[0] for x in at])
@@ -202,10 +202,11 @@ class FunctionMask(Mask):
             expected = under_vmap(self.fn, at, known.traits.elements)
         calling = known.calling
         if calling.elementwise and not self._broadcast_agrees(at, expected):
-            calling.elementwise = calling.closed_form = False
+            calling.elementwise = known.closed_form = False
             _warn_slow(self.fn, "another result on broadcast indices")
-        if ranges and calling.closed_form:
-            calling.closed_form = self._ranges_agree(at, expected)
+        if ranges:
+            known.closed_form = known.closed_form and calling.elementwise and self._ranges_agree(at, expected)
+            known.compared.add(key)
         calling.compared.add(key)
         return known
 
@@ -281,14 +282,15 @@ def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
         return None if read is None else _ALIKE.get((fn.__code__, read.numbers, operations))
 
     def traits_alike(operations: tuple[str, ...]) -> Traits | None:
-        found = alike(operations)
-        return found and found[0]
+        other = alike(operations)
+        return other and other[0]
 
     with _errors_of(fn):
         traits = traits_of(fn, at, traits_alike)
-    calling = _Calling(traits.obstacle is None, traits.obstacle is None)
+    elementwise = traits.obstacle is None
+    calling = _Calling(elementwise)
     if read is None or read != _read_by(fn):  # in the latter case another thread changed it meanwhile
-        return _Known(_code_of(fn), traits, at, calling)
+        return _Known(_code_of(fn), traits, at, calling, elementwise)
     operations = traits.record.operations
     if len(_ALIKE) >= _MOST_ALIKE:
         _ALIKE.clear()
@@ -298,7 +300,7 @@ def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     if not in_capture():  # comparing waits for a GPU
         same = [next((copy for copy in traits.record.tensors if same_bits(x, copy)), None) for x in read.tensors]
         copies = None if None in same else [copy for copy in same if copy is not None]
-    return _Known(fn.__code__, traits, at, calling, read, copies)
+    return _Known(fn.__code__, traits, at, calling, elementwise, read, copies)
 
 
 @past_modes

@@ -131,6 +131,7 @@ class PlanGradients:
             if self._plan.mask is not None:
                 self._plan.mask.refuse_changed()
             self._layouts[key] = self._geometry(transposed).build(*chosen)
+            self._plan.is_filled = False
             self._plan.note_growth()
         return self._layouts[key]
 

@@ -1,4 +1,4 @@
-"""Choices kept by the structure of a mask: a later mask with other numbers is neither surveyed nor estimated.
+"""Choices kept by the structure of a mask: a later mask with other numbers need not be surveyed.
 
 The structure of a mask is its program without bounds, shifts, table sizes and table contents, or the text of a function
 or composition without its numbers; all bool tensors have one. Of each structure, and of each kind of call, several

@@ -54,8 +54,8 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     lists, config = prepared.lists, prepared.config
     scale, softcap, bias, sinks = options.scale, options.softcap, options.bias, options.sinks
     device = q.device
-    key = _key_under_any_mask(q, k, v, prepared, options)
-    known = _under_any_mask.get(key)
+    key = _shape_key(q, k, v, prepared, options)
+    known = _bound_by_shape.get(key)
     if known is not None:
         return known(prepared)
     _, heads, q_len, head_dim = q.shape
@@ -173,24 +173,24 @@ def bind(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Opti
     if key is not None:
         bare = ready.with_tensors(())  # without the lists of this mask
 
-        def under(prepared: PreparedTiles) -> BoundCall:
+        def with_lists(prepared: PreparedTiles) -> BoundCall:
             lists = prepared.lists
             work = DeviceWork.of(lists, lse_like, config.side, blocks, width)
             tensors = (work.work_list, lists.tile_columns, lists.tile_bitmap, lists.bitmaps, work.work_list)
             return bound(prepared, work, bare.with_tensors(tensors))
 
-        if len(_under_any_mask) >= _MOST_BOUND:
-            _under_any_mask.clear()
-        _under_any_mask[key] = under
+        if len(_bound_by_shape) >= _MOST_BOUND:
+            _bound_by_shape.clear()
+        _bound_by_shape[key] = with_lists
     return bound(prepared, work, ready)
 
 
 # What binds a call to filled lists, by everything but the lists: they differ in tensors alone from mask to mask.
-_under_any_mask: dict[Hashable, Callable[[PreparedTiles], BoundCall]] = {}
+_bound_by_shape: dict[Hashable, Callable[[PreparedTiles], BoundCall]] = {}
 _MOST_BOUND = 256
 
 
-def _key_under_any_mask(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> Hashable:
+def _shape_key(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedTiles, options: Options) -> Hashable:
     """Calls with equal keys differ in the tensors of their lists alone; None where a call is bound by itself."""
     lists, sinks = prepared.lists, options.sinks
     if not isinstance(lists, FilledTileLists) or options.bias is not None:

@@ -60,16 +60,16 @@ def bind_backward(
     _check(q, k, prepared)
     if not all(rows_fit(x, row_unit(x)) for x in (q, k, v, d_out)):
         return _with_copies(prepared, options, needs)
-    key = _key_under_any_mask(q, k, v, out, d_out, d_lse, prepared, options, needs)
-    kernels = _under_any_mask.get(key)
+    key = _shape_key(q, k, v, out, d_out, d_lse, prepared, options, needs)
+    kernels = _bound_by_shape.get(key)
     if kernels is None:
         kernels = _Kernels.of(q, k, v, out, d_out, d_lse, prepared, options, needs)
         if key is not None:
-            if len(_under_any_mask) >= _MOST_BOUND:
-                _under_any_mask.clear()
-            _under_any_mask[key] = kernels.under(None)
+            if len(_bound_by_shape) >= _MOST_BOUND:
+                _bound_by_shape.clear()
+            _bound_by_shape[key] = kernels.with_tiles(None)
     else:
-        kernels = kernels.under(prepared)
+        kernels = kernels.with_tiles(prepared)
     of_rows, of_q, of_kv, of_bias = kernels
     copied = _with_copies(prepared, options, needs)
 
@@ -124,18 +124,20 @@ class _Kernels(NamedTuple):
             _bind_d_bias(q, k, v, d_out, prepared, options) if by_key else None,
         )
 
-    def under(self, prepared: PreparedBackward | None) -> _Kernels:
+    def with_tiles(self, prepared: PreparedBackward | None) -> _Kernels:
         """The same kernels with tiles of another mask, or without any; neither has row blocks that are split."""
         dq, dkv = (None, None) if prepared is None else (prepared.dq, prepared.dkv)
-        return self._replace(of_q=self.of_q and self.of_q.under(dq), of_kv=self.of_kv and self.of_kv.under(dkv))
+        return self._replace(
+            of_q=self.of_q and self.of_q.with_tiles(dq), of_kv=self.of_kv and self.of_kv.with_tiles(dkv)
+        )
 
 
 # What binds a backward call, by everything but the tensors of its tiles: many masks differ in those alone.
-_under_any_mask: dict[Hashable, _Kernels] = {}
+_bound_by_shape: dict[Hashable, _Kernels] = {}
 _MOST_BOUND = 256
 
 
-def _key_under_any_mask(
+def _shape_key(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor | None,
     prepared: PreparedBackward, options: Options, needs: NeedsGrad,
 ) -> Hashable:  # fmt: skip
@@ -271,8 +273,8 @@ class _QueryGradient:
         self.merge = _bind_merge(tiles, dq, choices, choices.block_d, options.scale)
         self.chunks = schedule.groups * tiles.slots * choices.block_m * choices.block_d
 
-    def under(self, tiles: BackwardTiles | None) -> _QueryGradient:
-        """As `_Kernels.under`."""
+    def with_tiles(self, tiles: BackwardTiles | None) -> _QueryGradient:
+        """As `_Kernels.with_tiles`."""
         other = copy.copy(self)
         other.launch = self.launch.with_tensors(() if tiles is None else (_TileLists.of(tiles),))
         return other
@@ -307,8 +309,8 @@ class _KeyGradients:
         self.rows = schedule.groups * tiles.slots * choices.block_m
         self.widths = choices.block_d, choices.block_v
 
-    def under(self, tiles: BackwardTiles | None) -> _KeyGradients:
-        """As `_Kernels.under`."""
+    def with_tiles(self, tiles: BackwardTiles | None) -> _KeyGradients:
+        """As `_Kernels.with_tiles`."""
         other = copy.copy(self)
         other.launch = self.launch.with_tensors(() if tiles is None else (_TileLists.of(tiles),))
         return other
