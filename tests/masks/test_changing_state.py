@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -412,27 +413,39 @@ def test_frozen_masks_are_not_evaluated_under_other_state(monkeypatch: pytest.Mo
     assert_attention(stof.attention(q, k, v, by_globals), None, q, k, v, keep_of(3)[:20, :20])
 
 
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("frequent_switches")
 def test_threads_for_which_a_function_does_something_else() -> None:
+    """The first calls of a function interleave, in each of several functions."""
     local = threading.local()
     failed: list[BaseException] = []
 
-    def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return window(q, kv, local.width)
-
-    def work(width: int) -> None:
+    def work(fn: Callable[..., Tensor], width: int) -> None:
         local.width = width
         try:
-            for _ in range(25):
+            for _ in range(5):
                 assert_attention(stof.attention(*INPUTS, fn), None, *INPUTS, keep_of(width))
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(width,)) for width in (3, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed[0]
+    for _ in range(15):
+
+        def fn(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return window(q, kv, local.width)
+
+        threads = [threading.Thread(target=work, args=(fn, width)) for width in (3, 20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed[0]
 
 
 def test_variables_of_many_types() -> None:

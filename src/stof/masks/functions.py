@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -244,14 +244,21 @@ def _known_before(fn: MaskFunction) -> _Known | None:
 
 def _known(fn: MaskFunction, device: torch.device | str = "cpu") -> _Known | None:
     """What is known of a function, traced at score 0 if nothing is; None where that raises."""
-    known = _known_before(fn)
-    if known is None:
-        for at in _scores(device):
-            try:
-                return _traced(fn, at)
-            except MaskFunctionError:  # evaluating it will say so again
-                continue
-    return known
+    return _known_before(fn) or _traced_anew(fn, _scores(device))
+
+
+def _traced_anew(fn: MaskFunction, scores: Iterable[list[Tensor]]) -> _Known | None:
+    """Trace a function for the calling thread, at the first of some scores where that works; None if it never does.
+
+    The trace is returned itself: another thread, for which the function does something else, may replace it in
+    `_KNOWN` at any time.
+    """
+    for at in scores:
+        with contextlib.suppress(Exception):  # evaluating the function will raise the same error
+            _KNOWN[fn] = known = _trace(fn, at)
+            return known
+    _KNOWN.pop(fn, None)
+    return None
 
 
 def _scores(device: torch.device | str) -> Iterator[list[Tensor]]:
@@ -266,10 +273,7 @@ def _traced(fn: MaskFunction, at: list[Tensor]) -> _Known:
     """What is known of a function, traced at one score if nothing is."""
     known = _known_before(fn)
     if known is None:
-        trace = _trace(fn, at)
-        known = _KNOWN.setdefault(fn, trace)
-        if trace is known and not trace.calling.elementwise:
-            _warn_slow(fn, trace.traits.obstacle or "")
+        _KNOWN[fn] = known = _trace(fn, at)
     return known
 
 
@@ -288,6 +292,8 @@ def _trace(fn: MaskFunction, at: list[Tensor]) -> _Known:
     with _errors_of(fn):
         traits = traits_of(fn, at, traits_alike)
     elementwise = traits.obstacle is None
+    if not elementwise:
+        _warn_slow(fn, traits.obstacle or "")
     calling = _Calling(elementwise)
     if read is None or read != _read_by(fn):  # in the latter case another thread changed it meanwhile
         return _Known(_code_of(fn), traits, at, calling, elementwise)
@@ -311,14 +317,16 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
     callers can compare with `is`. During a capture of a CUDA graph nothing is checked: `last` is returned, and the
     owner of the graph checks it afterwards.
     """
-    before = _known_before(fn)
-    known = before or _known(fn)
+    known = _known_before(fn)
+    fresh = known is None
+    if known is None:
+        known = _traced_anew(fn, _scores("cpu"))
     if known is None:
         return Record((), ())  # nobody knows what it does: equal to no other
     present = known.traits.record
     if last is None:
         last = present
-        if before is None:  # traced just now
+        if fresh:
             return present
     if in_capture() or not reads_state(fn):
         return last
@@ -330,13 +338,8 @@ def current_record(fn: MaskFunction, last: Record | None = None) -> Record:
             return last
         if _do_the_same(record, known.traits.record):
             return known.traits.record
-    for at in [known.at] if record is not None else _scores(known.at[0].device):
-        # Not by `_traced`: another thread, for which the function does something else, may have traced it meanwhile.
-        with contextlib.suppress(Exception):
-            _KNOWN[fn] = trace = _trace(fn, at)
-            return trace.traits.record
-    _KNOWN.pop(fn, None)
-    return Record((), ())
+    trace = _traced_anew(fn, [known.at] if record is not None else _scores(known.at[0].device))
+    return Record((), ()) if trace is None else trace.traits.record
 
 
 def _do_the_same(a: Record, b: Record) -> bool:
