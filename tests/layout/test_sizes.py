@@ -191,12 +191,12 @@ def test_errors_of_the_allocator_say_what_failed() -> None:
     mask = masks.causal()
     for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError("lists")):
         with (
-            mock.patch("stof.plans.plan.own_layout", side_effect=error),
+            mock.patch("stof.plans.plan.host_layout", side_effect=error),
             pytest.raises(TooLargeError, match=f"more memory than there is; plan fewer.*{error}"),
         ):
             stof.plan(mask, 9, 11)
     with (
-        mock.patch("stof.plans.plan.own_layout", side_effect=RuntimeError("other")),
+        mock.patch("stof.plans.plan.host_layout", side_effect=RuntimeError("other")),
         pytest.raises(RuntimeError, match=r"^other"),
     ):
         stof.plan(mask, 9, 11)

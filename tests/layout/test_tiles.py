@@ -13,7 +13,7 @@ from stof import LayoutConfig, masks
 from stof.errors import MaskFunctionError
 from stof.layout import Layout, build_layout
 from stof.layout.builders import closed_form as tiles
-from stof.layout.builders import strips
+from stof.layout.builders import slabs, strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.examples import examples
@@ -21,12 +21,15 @@ from tests.strategies import dense_masks, mask_trees
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-configs = st.builds(LayoutConfig, st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 128]))
+configs = st.builds(
+    LayoutConfig, st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 128]), st.sampled_from([None, 1, 8, 16])
+)
 
 
 def slow(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **sizes: int) -> Layout:
     """Every score evaluated."""
-    with mock.patch("stof.layout.builders.build.tiles_of", return_value=None):
+    none = mock.Mock(return_value=None)
+    with mock.patch.multiple("stof.layout.builders.build", tiles_of=none, _of_small_masks=none):
         return build_layout(mask, q_len, kv_len, config, **sizes)
 
 
@@ -42,7 +45,8 @@ def assert_same(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, **siz
 def test_expressions(data: st.DataObject, config: LayoutConfig, squares: bool) -> None:
     batch, offset = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([0, 0, 30]))
     mask = data.draw(mask_trees(110, batch, leaves=3)).with_query_offset(offset)
-    with mock.patch.multiple(tiles, _ON_HOST=0 if squares else 2**14, _SQUARE=2, _AT_ONCE=2**12):
+    parts = mock.patch.object(slabs, "_AT_ONCE", 2**12)
+    with parts, mock.patch.multiple(tiles, _ON_HOST=0 if squares else 2**14, _SQUARE=2, _AT_ONCE=2**12):
         assert_same(mask, 110 - offset, 110, config, batch=batch)
 
 

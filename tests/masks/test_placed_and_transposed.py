@@ -161,8 +161,8 @@ def test_layouts(problem: tuple[Mask, int, int], config: LayoutConfig, data: st.
     assert torch.equal(layout.to_dense(), expected)
     counted = survey(other, kv_len, q_len, [config], batch=2, heads=2)
     assert torch.equal(counted.kept, expected.sum(-1).flatten(0, 1))
-    by_strips = mock.patch("stof.layout.builders.build.tiles_of", return_value=None)
-    with by_strips:
+    none = mock.Mock(return_value=None)
+    with mock.patch.multiple("stof.layout.builders.build", tiles_of=none, _of_small_masks=none):
         again = build_layout(other, kv_len, q_len, config, batch=2, heads=2)
     for name, tensor in layout.tensors().items():
         assert torch.equal(tensor, again.tensors()[name]), name

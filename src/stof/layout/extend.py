@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stof.layout.builders.build import Pattern, build_layout, build_pattern, deduplicate, pack_layout
+from stof.layout.builders.build import build_layout, build_pattern, deduplicate, pack_layout
+from stof.layout.builders.slabs import Pattern
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout, gathered_row
 from stof.masks import Mask

@@ -125,7 +125,7 @@ class PlanGradients:
 
     def _layout_of(self, chosen: tuple[LayoutConfig, str | None] | None, transposed: bool = False) -> Layout:
         if chosen is None:
-            return self._plan.layout
+            return self._plan.call_layout
         key = (chosen, transposed)
         if key not in self._layouts:
             if self._plan.mask is not None:

@@ -18,7 +18,7 @@ from stof.errors import (
     UnfitLayoutError,
 )
 from stof.kernels.implementation import BoundCall, tensors_of
-from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, statistics
+from stof.layout import Layout, LayoutConfig, LayoutStatistics, build_layout, in_columns, statistics
 from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
@@ -26,6 +26,7 @@ from stof.masks import Mask
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.filled import keep_choice, kept_choice
+from stof.plans.host_layout import host_layout
 from stof.plans.kept_choices import kept_by_structure, structure_key
 from stof.plans.numbers import Numbered
 from stof.plans.used_masks import present
@@ -47,7 +48,6 @@ from stof.selection import (
     failures,
     first_of,
     gpu_choices,
-    own_layout,
     reads_unseen_too,
 )
 from stof.validation import usable_device
@@ -124,6 +124,7 @@ class Plan(Numbered):
         *,
         call_sizes: CallSizes,
         layout: Layout | None = None,
+        whole: Layout | None = None,
         geometry: MaskGeometry | None = None,
     ) -> None:
         self.mask_text = mask_text
@@ -131,13 +132,15 @@ class Plan(Numbered):
         self.mask_batch, self.mask_heads = mask_sizes
         self.batch, self.heads = call_sizes
         self.device = device
-        self.permuted_rows = layout is not None and layout.row_order is not None
+        given = layout if whole is None else whole
+        self.permuted_rows = given is not None and given.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self.mask_geometry = geometry
         self.geometry: Geometry | None = None
         if device.type == "cuda":
             self.geometry = geometry if layout is None else LayoutGeometry(layout)
         self._layout = layout
+        self._whole = whole  # contiguous tiles of `layout`, which is made of them when it is asked for
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._prepared: dict[KernelChoice, Any] = {}
         self._choices: Decisions = {}
@@ -148,7 +151,7 @@ class Plan(Numbered):
         self._serving: dict[tuple[CallSpec, str | None], str] = {}  # calls whose choice was made for another mask
         self.gradients: Any = None  # a `plans.backward.PlanGradients`, made by the first backward pass
         self._take_number()
-        if device.type != "cuda" and layout is not None:
+        if device.type != "cuda" and given is not None:
             # Prepared here, so that a first call that is timed or compiled does not include it.
             self.prepared(default_implementation(device))
 
@@ -189,6 +192,20 @@ class Plan(Numbered):
         return Plan(mask_text, lengths, sizes, layout.device, call_sizes=call_sizes, layout=layout, geometry=origin)
 
     @staticmethod
+    def of_whole_tiles(layout: Layout, geometry: MaskGeometry) -> Plan:
+        """Return a plan on the CPU of a mask's layout of contiguous tiles, which every call uses."""
+        sizes = (layout.mask_batch, layout.mask_heads)
+        return Plan(
+            repr(geometry.mask),
+            (layout.q_len, layout.kv_len),
+            sizes,
+            layout.device,
+            call_sizes=call_sizes_of(geometry.mask, sizes),
+            whole=layout,
+            geometry=geometry,
+        )
+
+    @staticmethod
     def of_mask(geometry: MaskGeometry, config: LayoutConfig | None = None, row_order: Tensor | None = None) -> Plan:
         """Return a new plan; the mask must already be checked against its lengths.
 
@@ -204,15 +221,18 @@ class Plan(Numbered):
                 check_tiles(HeadMask(mask, *lengths, 0, 0, None, device), _FEWEST_TILES)  # too many are refused now
                 call_sizes = call_sizes_of(mask, sizes)
                 return Plan(mask.key, lengths, sizes, device, call_sizes=call_sizes, geometry=geometry)
-            choose_layout = own_layout if config is None else functools.partial(build_layout, config=config)
-            layout = outside_graph_pool(
-                device,
-                lambda: choose_layout(
-                    mask, *lengths, batch=geometry.batch, heads=geometry.heads, device=device, row_order=row_order
-                ),
-            )
+            if config is None:
+                make = partial(host_layout, geometry, row_order)
+            else:
+                of_call: dict[str, Any] = {"batch": geometry.batch, "heads": geometry.heads, "device": device}
+                make = partial(build_layout, mask, *lengths, config, **of_call, row_order=row_order)
+            layout = outside_graph_pool(device, make)
             mask.refuse_changed()  # meanwhile, by another thread
-            return Plan.of_layout(layout, repr(mask), geometry)
+            if config is not None:
+                return Plan.of_layout(layout, repr(mask), geometry)
+            if device.type == "cuda":
+                return Plan.of_layout(in_columns(layout), repr(mask), geometry)
+            return Plan.of_whole_tiles(layout, geometry)
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
         """Raise if the call's lengths, batch, heads or device are not the plan's; errors as of `calls.check_fit`."""
@@ -240,12 +260,20 @@ class Plan(Numbered):
 
     @property
     def layout(self) -> Layout:
-        """The layout that is saved, drawn and counted. Calls on a GPU may use other layouts."""
+        """The layout that is saved, drawn and counted. Calls may use other layouts."""
         if self._layout is None:
-            build = functools.partial(self._build, default_config(self.device), None)
+            if self._whole is not None:
+                build = partial(in_columns, self._whole)
+            else:
+                build = partial(self._build, default_config(self.device), None)
             self._layout = outside_graph_pool(self.device, build)
             self.note_growth()
         return self._layout
+
+    @property
+    def call_layout(self) -> Layout:
+        """The layout of calls for which no other is chosen."""
+        return self.layout if self._whole is None else self._whole
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """Return the fastest candidate for a call, among those of `implementation` if it is given; decided once."""
@@ -365,7 +393,7 @@ class Plan(Numbered):
 
     def _layout_of(self, choice: KernelChoice) -> Layout:
         if choice.layout is None or self.fixed is not None:
-            return self.layout
+            return self.call_layout
         key = (choice.layout, choice.row_order)
         layout = self._layouts.get(key)
         if layout is None:
@@ -424,8 +452,9 @@ class Plan(Numbered):
             extend_layout, mask=mask, q_len=lengths[0], kv_len=lengths[1], batch=sizes[0], heads=sizes[1]
         )
         if self.device.type != "cuda" or self.fixed is not None:
-            layout = outside_graph_pool(self.device, functools.partial(grown, self.layout))
-            return Plan.of_layout(layout, repr(mask), geometry)
+            layout = outside_graph_pool(self.device, partial(grown, self.call_layout))
+            whole = self._whole is not None
+            return Plan.of_whole_tiles(layout, geometry) if whole else Plan.of_layout(layout, repr(mask), geometry)
         plan = Plan.of_mask(geometry)
         every = {key: layout for key, layout in self._layouts.items() if key[1] is None}
         plan._layouts = outside_graph_pool(self.device, lambda: {key: grown(each) for key, each in every.items()})
@@ -443,7 +472,7 @@ class Plan(Numbered):
     def bytes(self) -> int:
         """Return the bytes of all layouts, of what is prepared from them, and of tensors that the mask holds."""
         # list() copies: another thread may add an entry meanwhile.
-        layouts = list(self._layouts.values()) + ([] if self._layout is None else [self._layout])
+        layouts = [*self._layouts.values(), *(one for one in (self._layout, self._whole) if one is not None)]
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
@@ -485,5 +514,5 @@ class Plan(Numbered):
 
     def __repr__(self) -> str:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
-        tiles = "not built" if self._layout is None else str(self._layout.tiles)
+        tiles = "not built" if self._layout is None and self._whole is None else str(self.layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stof.kernels.config import KernelConfig
-from stof.kernels.cpu import make_schedule, row_block_attention
+from stof.kernels.cpu import row_block_attention, schedule_of
 from stof.kernels.cpu.backward import row_block_backward
 from stof.kernels.hopper import prepare as hopper
 from stof.kernels.implementation import (
@@ -152,12 +152,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             name="row_block",
             summary="PyTorch's fused CPU attention per row block, on the columns it needs",
             capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS, dropout=True),
-            prepare=lambda layout, config: make_schedule(layout),
+            prepare=lambda layout, config: schedule_of(layout),
             bind=bind_nothing(row_block_attention),
             backward=Backward(
                 capabilities=Capabilities(devices=("cpu",), dtypes=FLOATS, dropout=True),
                 tilings=lambda call, geometry_of: (BackwardTiling(),),
-                prepare=lambda layout_of, tiling: make_schedule(layout_of(None)),
+                prepare=lambda layout_of, tiling: schedule_of(layout_of(None)),
                 bind=bind_backward_of(row_block_backward),
             ),
         ),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stof.kernels.common import pattern_ranges
+from stof.kernels.cpu.columns import Array, KeptColumns, Tiles
 from stof.layout.layout import Layout
 
 # Figures are milliseconds on 2 cores (AVX-512), fp32, S = 4096, H = 12, D = 64: benchmarks/attention/cpu_constants.py.
@@ -38,6 +41,9 @@ SPAN = 256
 # 512 columns, 7.0 with 1024; longformer at 4096 tokens 62.7 and 58.8.
 MAX_ROWS = 2048
 MAX_GATHERED_COLUMNS = 512
+
+# Tiles of a layout whose columns are held while its schedule is made: 2 KB each.
+MOST_TILES = 2**15
 
 # Fields of one step. A step is one attention call over some rows and columns of one pattern.
 (
@@ -83,7 +89,7 @@ class Schedule:
     def batches_of(self) -> dict[int, list[list[Step]]]:
         """The steps of each pattern, batch by batch: every call walks them."""
         batches: dict[int, list[list[Step]]] = {}
-        for _, members in groupby(self.steps.tolist(), key=lambda step: step[GROUP]):
+        for _, members in itertools.groupby(self.steps.tolist(), key=lambda step: step[GROUP]):
             steps = list(members)
             batches.setdefault(steps[0][PATTERN], []).append(steps)
         return batches
@@ -113,21 +119,39 @@ class Schedule:
         return [self.steps, self.columns, self.mask_bytes, self.pattern_of, self.rows]
 
 
+# Calls and gradients under one plan read the same.
+_SCHEDULES: WeakKeyDictionary[Layout, Schedule] = WeakKeyDictionary()
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """Return the schedule of a layout, made once."""
+    schedule = _SCHEDULES.get(layout)
+    if schedule is None:
+        schedule = _SCHEDULES[layout] = make_schedule(layout)
+    return schedule
+
+
 def make_schedule(layout: Layout) -> Schedule:
-    """Derive the schedule; a loop over row blocks, done once per plan."""
+    """Derive the schedule; a loop over row blocks."""
     layout, spans = _compacted(layout.to("cpu"))
-    writer = _Writer(spans)
-    live = layout.tile_live()
+    writer = _Writer(None if spans is None else spans.numpy())
+    tiles = Tiles(layout)
+    every = tiles.kept_columns(range(layout.patterns * layout.row_blocks)) if layout.tiles <= MOST_TILES else None
     for pattern in range(layout.patterns):
-        used = _used_columns(layout, pattern, live)
-        for blocks in _parts(range(layout.row_blocks), SHARED_ROWS[0], layout.config.block_m):
-            _add_blocks(writer, layout, pattern, blocks, used, None, 0)
+        first = pattern * layout.row_blocks
+        parts = _parts(range(first, first + layout.row_blocks), SHARED_ROWS[0], layout.config.block_m)
+        used = np.zeros(layout.kv_len, dtype=bool)
+        for blocks in parts:
+            used[(every or tiles.kept_columns(blocks)).part(blocks).columns] = True
+        for blocks in parts:
+            _add_blocks(writer, (every or tiles.kept_columns(blocks)).part(blocks), used)
     steps, columns = writer.finish()
     rows = torch.empty(0, dtype=torch.int64, device="cpu") if layout.row_order is None else layout.row_order.long()
+    masks = np.concatenate(writer.masks) if writer.masks else np.empty(0, dtype=np.uint8)
     return Schedule(
         steps=torch.tensor(steps, dtype=torch.int64, device="cpu").view(-1, FIELDS),
-        columns=columns,
-        mask_bytes=torch.cat(writer.masks) if writer.masks else torch.empty(0, dtype=torch.uint8, device="cpu"),
+        columns=torch.from_numpy(columns),
+        mask_bytes=torch.from_numpy(masks),
         pattern_of=layout.pattern_of,
         rows=rows,
     )
@@ -158,85 +182,82 @@ def _compacted(layout: Layout) -> tuple[Layout, Tensor | None]:
     return compacted, held * SPAN
 
 
-def _used_columns(layout: Layout, pattern: int, live: Tensor) -> Tensor:
-    """Bool `[kv_len]`: columns that some row of the pattern keeps; `live` are those of tiles."""
-    first, last = layout.row_block_ptr[[pattern * layout.row_blocks, (pattern + 1) * layout.row_blocks]].tolist()
-    tiles = torch.arange(first, last, device="cpu")
-    used = torch.zeros(layout.kv_len + 1, dtype=torch.bool, device="cpu")
-    used[layout.tile_columns(tiles)[live[first:last]]] = True  # -1 is the spare column
-    return used[:-1]
-
-
-def _padded(columns: Tensor, keep: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(columns: Array, keep: Array, used: Array) -> tuple[Array, Array]:
     """Columns and mask of one step with the number of columns rounded up to a multiple of `COLUMN_MULTIPLE`.
 
     Contiguous columns grow at their ends, but only into columns that other rows keep: the rest of the cache may be
     uninitialised, and NaN times a weight of 0 is NaN. Scattered columns repeat their first one.
     """
     missing = -len(columns) % COLUMN_MULTIPLE
-    first, last = int(columns[0]), int(columns[-1]) + 1
     if not missing:
         return columns, keep
+    first, last = int(columns[0]), int(columns[-1]) + 1
+    left = 0
     if last - first == len(columns):
         left = min(missing, first)
-        right = missing - left
-        if last + right > len(used) or not bool(used[first - left : last + right].all()):
+        if last + missing - left > len(used) or not used[first - left : last + missing - left].all():
             return columns, keep
-        grown = torch.arange(first - left, last + right, device="cpu")
-        return grown, torch.nn.functional.pad(keep, (left, right))
-    return torch.cat([columns, columns[:1].expand(missing)]), torch.nn.functional.pad(keep, (0, missing))
+        grown = np.arange(first - left, last + missing - left)
+    else:
+        grown = np.concatenate([columns, columns[:1].repeat(missing)])
+    padded = np.zeros((len(keep), len(grown)), dtype=bool)
+    padded[:, left : left + len(columns)] = keep
+    return grown, padded
 
 
-def _add_blocks(
-    writer: _Writer, layout: Layout, pattern: int, blocks: range, used: Tensor, taken: Tensor | None, level: int
-) -> None:
-    """Steps of neighbouring row blocks without the columns `taken` by earlier ones: shared columns, then the rest."""
-    block_m = layout.config.block_m
-    if level < len(SHARED_ROWS):
-        shared = _shared_columns(layout, pattern, blocks, taken)
-        if shared is not None:
-            rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
-            writer.add(pattern, rows, shared.nonzero()[:, 0], None, merge=taken is not None)
-            taken = shared if taken is None else taken | shared
-        elif level == 0 and _add_tall(writer, layout, pattern, blocks, used):
-            return
-        for part in _parts(blocks, SHARED_ROWS[level + 1] if level + 1 < len(SHARED_ROWS) else block_m, block_m):
-            _add_blocks(writer, layout, pattern, part, used, taken, level + 1)
+def _add_blocks(writer: _Writer, kept: KeptColumns, used: Array) -> None:
+    """Steps of neighbouring row blocks: columns that all of them share, those that some share, then the rest."""
+    everywhere = _shared_columns(kept, None)
+    if everywhere is not None:
+        writer.add(kept.pattern, kept.rows, everywhere.nonzero()[0], None, merge=False)
+    elif _add_tall(writer, kept, used):
         return
-    number = pattern * layout.row_blocks + blocks.start
-    first, last = layout.row_block_ptr[number : number + 2].tolist()
-    rows = (blocks.start * block_m, min(blocks.stop * block_m, layout.q_len))
-    wanted = used if taken is None else used & ~taken
-    columns, keep = _gathered(layout, first, last, rows[1] - rows[0], wanted)
-    if keep is not None and bool(keep.all()):
-        keep = None
-    if keep is not None:
-        columns, keep = _padded(columns, keep, used)
-    if len(columns) or taken is None:
-        writer.add(pattern, rows, columns, keep, merge=taken is not None)
+    for blocks in _parts(kept.blocks, SHARED_ROWS[1], kept.tiles.layout.config.block_m):
+        part = kept.part(blocks)
+        shared, taken = _shared_columns(part, everywhere), everywhere
+        if shared is not None:
+            writer.add(part.pattern, part.rows, shared.nonzero()[0], None, merge=everywhere is not None)
+            taken = shared if everywhere is None else everywhere | shared
+        _add_rest(writer, part, used, taken)
 
 
-def _add_tall(writer: _Writer, layout: Layout, pattern: int, blocks: range, used: Tensor) -> bool:
-    """One step for all these row blocks, on the union of their columns, where that is little more work."""
-    block_m = layout.config.block_m
-    first_row, stop_row = blocks.start * block_m, min(blocks.stop * block_m, layout.q_len)
+def _add_rest(writer: _Writer, kept: KeptColumns, used: Array, taken: Array | None) -> None:
+    """A step for each row block, without the columns `taken` by earlier ones."""
+    rest = kept if taken is None else kept.without(taken)
+    keep = None if rest.whole.all() else rest.keep()
+    block_m, (first_row, stop_row) = rest.tiles.layout.config.block_m, rest.rows
+    ends = rest.bounds.tolist()
+    partial = (~rest.whole).cumsum()[rest.bounds[1:] - 1].tolist() if keep is not None else ends
+    before = 0
+    for n, (start, stop) in enumerate(itertools.pairwise(ends)):
+        if start == stop and taken is not None:
+            continue
+        rows = first_row + n * block_m, min(first_row + (n + 1) * block_m, stop_row)
+        columns, scores = rest.columns[start:stop], None
+        if keep is not None and start < stop and partial[n] > before:
+            before = partial[n]
+            columns, scores = _padded(columns, keep[start:stop, : rows[1] - rows[0]].T, used)
+        writer.add(rest.pattern, rows, columns, scores, merge=taken is not None)
+
+
+def _add_tall(writer: _Writer, kept: KeptColumns, used: Array) -> bool:
+    """One step for all row blocks, on the union of their columns, where that is little more work."""
+    first_row, stop_row = kept.rows
     if stop_row - first_row < TALL_ROWS:
         return False
-    start = pattern * layout.row_blocks
-    pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
-    tiles = torch.arange(pointers[0], pointers[-1], device="cpu")
-    columns = layout.tile_columns(tiles)
-    valid = (columns >= 0) & used[columns.clamp(min=0)]
-    union = columns[valid].unique()
-    # A column is in one tile of a row block at most.
-    if not len(union) or len(union) * len(blocks) > TALL_WORK * int(valid.sum()):
+    union = np.zeros(len(used), dtype=bool)
+    union[kept.columns] = True
+    columns = union.nonzero()[0]
+    if not len(columns) or len(columns) * len(kept.blocks) > TALL_WORK * len(kept.columns):
         return False
-    keep = torch.zeros(stop_row - first_row, len(union), dtype=torch.bool, device="cpu")
-    for number, block in enumerate(blocks):
-        rows = slice(block * block_m - first_row, min((block + 1) * block_m, layout.q_len) - first_row)
-        kept_columns, kept = _gathered(layout, pointers[number], pointers[number + 1], rows.stop - rows.start, used)
-        keep[rows, torch.searchsorted(union, kept_columns)] = True if kept is None else kept
-    writer.add(pattern, (first_row, stop_row), *_padded(union, keep, used), merge=False)
+    block_m = kept.tiles.layout.config.block_m
+    keep = np.zeros((len(kept.blocks) * block_m, len(columns)), dtype=bool)
+    for n, block in enumerate(kept.blocks):
+        part = kept.part(range(block, block + 1))
+        if len(part.columns):
+            keep[n * block_m : (n + 1) * block_m, columns.searchsorted(part.columns)] = part.keep().T
+    columns, keep = _padded(columns, keep[: stop_row - first_row], used)
+    writer.add(kept.pattern, kept.rows, columns, keep, merge=False)
     return True
 
 
@@ -246,64 +267,34 @@ def _parts(blocks: range, rows: int, block_m: int) -> list[range]:
     return [range(n, min(n + step, blocks.stop)) for n in range(blocks.start, blocks.stop, step)]
 
 
-def _shared_columns(layout: Layout, pattern: int, blocks: range, taken: Tensor | None) -> Tensor | None:
-    """Bool `[kv_len]`, columns that every one of these row blocks keeps in full; None when too few to pay.
-
-    Partial tiles count only if they have fewer than `block_n` columns, as the last one of a full mask may.
-    """
-    start = pattern * layout.row_blocks
-    pointers = layout.row_block_ptr[start + blocks.start : start + blocks.stop + 1].tolist()
-    partial = layout.partial_count[start + blocks.start : start + blocks.stop].tolist()
-    fewest = min(pointers[n + 1] - pointers[n] - partial[n] for n in range(len(blocks)))
-    if len(blocks) < 2 or fewest * layout.config.block_n < SHARED_COLUMNS:
+def _shared_columns(kept: KeptColumns, taken: Array | None) -> Array | None:
+    """Bool `[kv_len]`, columns that every row block keeps in full and that are not taken; None when too few to pay."""
+    blocks = len(kept.blocks)
+    if blocks < 2:
         return None
-    counts = torch.zeros(layout.kv_len, dtype=torch.int64, device="cpu")
-    for n, held in enumerate(partial):
-        tiles = torch.arange(pointers[n] + held, pointers[n + 1], device="cpu")
-        counts[layout.tile_columns(tiles).flatten()] += 1
-        tiles = torch.arange(pointers[n], pointers[n] + held, device="cpu")
-        columns = layout.tile_columns(tiles)
-        short = (columns < 0).any(1)
-        rows = layout.q_len - blocks[n] * layout.config.block_m
-        kept = layout.tile_keep(tiles[short])[:, :rows].all(1)
-        counts[columns[short][kept & (columns[short] >= 0)]] += 1
-    shared = counts == len(blocks)
+    columns = kept.columns[kept.whole]
+    if len(columns) < blocks * SHARED_COLUMNS:
+        return None
+    shared: Array = np.bincount(columns, minlength=kept.tiles.layout.kv_len) == blocks
     if taken is not None:
         shared &= ~taken
-    return shared if int(shared.sum()) >= SHARED_COLUMNS else None
-
-
-def _gathered(layout: Layout, first: int, last: int, rows: int, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Sorted columns of tiles `first..last`, those `wanted`, and their bool mask `[rows, n]` (None: all kept)."""
-    tiles = torch.arange(first, last, device="cpu")
-    columns = layout.tile_columns(tiles)
-    here = (columns >= 0) & wanted[columns.clamp(min=0)]
-    # Most tiles of a long causal row have been computed with their neighbours: their bits are not looked at.
-    some = here.any(1)
-    tiles, columns, here = tiles[some], columns[some].flatten(), here[some].flatten()
-    masked = bool((layout.tile_bitmap[tiles] >= 0).any())
-    place = here.nonzero()[:, 0]
-    columns, order = columns[place].sort()
-    if not masked:
-        return columns, None
-    keep = layout.tile_keep(tiles)[:, :rows].transpose(0, 1).flatten(1)
-    return columns, keep[:, place[order]]
+    return shared if shared.sum() >= SHARED_COLUMNS else None
 
 
 class _Writer:
     """Collects steps; shares equal masks. `spans` as of `_compacted`, to write original columns."""
 
-    def __init__(self, spans: Tensor | None) -> None:
+    def __init__(self, spans: Array | None) -> None:
         self._spans = spans
-        self.masks: list[Tensor] = []
+        self.masks: list[Array] = []
         self._steps: dict[int, list[Step]] = {}
-        self._columns: list[Tensor] = []
+        self._columns: list[Array] = []
         self._mask_offset = 0
         self._seen: dict[bytes, int] = {}
 
-    def add(self, pattern: int, rows: tuple[int, int], columns: Tensor, keep: Tensor | None, *, merge: bool) -> None:
+    def add(self, pattern: int, rows: tuple[int, int], columns: Array, keep: Array | None, *, merge: bool) -> None:
         if self._spans is not None:
-            columns = self._spans[torch.div(columns, SPAN, rounding_mode="floor")] + torch.remainder(columns, SPAN)
+            columns = self._spans[columns // SPAN] + columns % SPAN
         count = len(columns)
         first, number = int(columns[0]) if count else 0, 0
         if count and int(columns[-1]) - first + 1 != count:
@@ -312,14 +303,14 @@ class _Writer:
         mask, empty = -1, 0
         if keep is not None:
             mask = self._add_mask(keep)
-            empty = int(not bool(keep.any(1).all()))
+            empty = int(not keep.any(1).all())
         step = [pattern, *rows, first, number, count, mask, empty, int(merge), 0]
         self._steps.setdefault(pattern, []).append(step)
 
-    def finish(self) -> tuple[list[Step], Tensor]:
+    def finish(self) -> tuple[list[Step], Array]:
         """Steps in the order to run them, and the gathered columns in that order."""
         out: list[Step] = []
-        columns = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        columns = [np.empty(0, dtype=np.int64)]
         offset = group = 0
         for steps in self._steps.values():
             for batch in group_steps(steps):
@@ -331,13 +322,11 @@ class _Writer:
                         offset += step[COLUMNS]
                 out += batch
                 group += 1
-        return out, torch.cat(columns)
+        return out, np.concatenate(columns)
 
-    def _add_mask(self, keep: Tensor) -> int:
-        padded = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 8))
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
-        packed = (padded.view(len(keep), -1, 8) * weights).sum(-1, dtype=torch.uint8).flatten()
-        key = packed.numpy().tobytes()
+    def _add_mask(self, keep: Array) -> int:
+        packed = np.packbits(keep, axis=1, bitorder="little").reshape(-1)
+        key = packed.tobytes()
         if key not in self._seen:
             self._seen[key] = self._mask_offset
             self.masks.append(packed)

@@ -5,23 +5,28 @@ Vectorised torch throughout, so it runs where the mask's tensors are: CPU or GPU
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stof.errors import ArgumentError
 from stof.layout import bitmaps as bits
-from stof.layout.builders.closed_form import tiles_of
-from stof.layout.builders.strips import SPAN, Strip, strip_scores, strips
+from stof.layout.builders.closed_form import tiles_of, tiles_of_dense
+from stof.layout.builders.slabs import Pattern, Slabs, in_slabs, slab_tiles
+from stof.layout.builders.strips import SPAN, STRIP_SCORES, Strip, strip_scores, strips
 from stof.layout.compaction import compacted_tiles
 from stof.layout.config import LayoutConfig
 from stof.layout.fill.layouts import device_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.layout import Layout, gathered_row
 from stof.layout.limits import check_numbers, check_tiles
-from stof.masks import Mask
+from stof.masks import Index, Mask
 from stof.masks.base import check_lengths, check_sizes
+
+# Scores of a mask up to which evaluating all is faster than asking which of its tiles are empty or full.
+_FEW_SCORES = 2**18
 
 
 def build_layout(
@@ -63,21 +68,52 @@ def build_layout(
         layout = device_layout(mask, q_len, kv_len, config, dims, device=torch.device(device))
         if layout is not None:
             return layout
-    numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads).tolist()
+    numbers = mask.pattern_ids(mask_batch, mask_heads).expand(mask_batch, mask_heads)
+    if order is None and torch.device(device).type == "cpu":
+        layout = _of_small_masks(mask, q_len, kv_len, config, numbers)
+        if layout is not None:
+            return layout
     distinct: list[Pattern] = []
     pattern_of = torch.empty(mask_batch, mask_heads, dtype=torch.int32, device="cpu")
     known: dict[int, int] = {}
-    for b in range(mask_batch):
-        for h in range(mask_heads):
-            if numbers[b][h] in known:
-                pattern_of[b, h] = known[numbers[b][h]]
-                continue
+    for at, number in enumerate(numbers.flatten().tolist()):
+        b, h = divmod(at, mask_heads)
+        if number not in known:
             built = build_pattern(HeadMask(mask, q_len, kv_len, b, h, order, torch.device(device)), config)
-            same = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
-            if same == len(distinct):
+            known[number] = next((n for n, other in enumerate(distinct) if other.equals(built)), len(distinct))
+            if known[number] == len(distinct):
                 distinct.append(built)
-            pattern_of[b, h] = known[numbers[b][h]] = same
+        pattern_of[b, h] = known[number]
     return assemble(distinct, pattern_of.to(device), q_len, kv_len, config, order)
+
+
+def _of_small_masks(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, numbers: Tensor) -> Layout | None:
+    """The layout of several masks of few scores, which are evaluated together; None for others.
+
+    Args:
+        numbers: `mask.pattern_ids` of all batch entries and heads.
+    """
+    sizes = [n if bool((numbers != numbers.narrow(dim, 0, 1)).any()) else 1 for dim, n in enumerate(numbers.shape)]
+    ids = numbers[: sizes[0], : sizes[1]]
+    count = ids.numel()
+    if count == 1 or len(ids.unique()) < count or config.compact_columns:
+        return None
+    if q_len * kv_len > _FEW_SCORES or count * q_len * kv_len > STRIP_SCORES:
+        return None
+    b, h, q, kv = (torch.arange(n, device="cpu") for n in (*sizes, q_len, kv_len))
+    keep = mask.evaluate(Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=b, h=h))
+    if keep.dtype != torch.bool:
+        return None
+    keep = keep.expand(*sizes, q_len, kv_len).flatten(0, 1)
+    packed = np.packbits(keep.numpy(), axis=-1)
+    known: dict[bytes, int] = {}
+    pattern_of = [known.setdefault(one.tobytes(), len(known)) for one in packed]
+    first = [pattern_of.index(number) for number in range(len(known))]
+    pattern = Pattern(*tiles_of_dense(keep[first], config.contiguous()))
+    if config.slab is not None:
+        pattern = in_slabs(pattern, q_len, config)
+    which = torch.tensor(pattern_of, dtype=torch.int32, device="cpu").view(sizes)
+    return assemble([pattern], which.expand(numbers.shape).contiguous(), q_len, kv_len, config, None)
 
 
 def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:
@@ -93,28 +129,6 @@ def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | s
     return row_order
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """Tiles of consecutive row blocks; bitmaps not yet deduplicate, tile order already final."""
-
-    tile_count: Tensor  # [n] tiles of each row block
-    partial_count: Tensor  # [n]
-    columns: Tensor  # [t, slabs_per_tile] first column of each slab, -1 in unused slots
-    partial: Tensor  # [t] bool
-    bitmaps: Tensor  # [partial tiles, block_m, words]
-
-    @staticmethod
-    def join(parts: list[Pattern]) -> Pattern:
-        if len(parts) == 1:
-            return parts[0]
-        names = ("tile_count", "partial_count", "columns", "partial", "bitmaps")
-        return Pattern(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
-
-    def equals(self, other: Pattern) -> bool:
-        pairs = ((getattr(self, n), getattr(other, n)) for n in ("tile_count", "partial", "columns", "bitmaps"))
-        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-
-
 def build_pattern(head_mask: HeadMask, config: LayoutConfig) -> Pattern:
     """Tiles of a mask: in closed form where it can be asked for whole tiles, else strip by strip."""
     if config.compact_columns:
@@ -125,10 +139,11 @@ def build_pattern(head_mask: HeadMask, config: LayoutConfig) -> Pattern:
         plain = build_pattern(head_mask, config.contiguous())
         columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
         return replace(plain, columns=torch.where(columns < head_mask.kv_len, columns, -1))
-    if head_mask.order is None and config.slab is None:
-        tiles = tiles_of(head_mask, config)
+    if head_mask.order is None:
+        tiles = tiles_of(head_mask, config.contiguous())
         if tiles is not None:
-            return Pattern(*tiles)
+            plain = Pattern(*tiles)
+            return plain if config.slab is None else in_slabs(plain, head_mask.q_len, config)
     return Pattern.join([_compile_strip(strip, config) for strip in strips(head_mask, config.block_m)])
 
 
@@ -136,41 +151,22 @@ def _compile_strip(strip: Strip, config: LayoutConfig) -> Pattern:
     """Choose and pack the tiles of some row blocks (contiguous tiles are slabs as wide as the tile)."""
     keep = strip.keep
     count, _block_m, kv_len = keep.shape
-    slab, per_tile = config.slab_columns, config.slabs_per_tile
+    slab = config.slab_columns
     kept = keep.sum(1, dtype=torch.int32)  # [n, kv_len] kept scores of each column
     slabs = -(-kv_len // slab)
     kept = torch.nn.functional.pad(kept, (0, slabs * slab - kv_len)).view(count, slabs, slab)
     needed = (kept > 0).any(-1)  # [n, slabs]
     full = (kept == strip.valid_rows.view(-1, 1, 1)).all(-1)
 
-    # Full slabs fill full tiles; the few left over join the partial ones.
-    full_tiles = torch.div(full.sum(1), per_tile, rounding_mode="floor")
-    full_rank = full.cumsum(1) - 1
-    in_full = full & (full_rank < (full_tiles * per_tile)[:, None])
-    in_partial = needed & ~in_full
-    partial_rank = in_partial.cumsum(1) - 1
-    partial_tiles = torch.div(in_partial.sum(1) + per_tile - 1, per_tile, rounding_mode="floor")
-
-    tile_count = partial_tiles + full_tiles
-    first_tile = tile_count.cumsum(0) - tile_count
-    total = int(tile_count.sum())
-    columns = torch.full((total, per_tile), -1, dtype=torch.int64, device=keep.device)
-    for member, rank, offset in (
-        (in_partial, partial_rank, first_tile),
-        (in_full, full_rank, first_tile + partial_tiles),
-    ):
-        block, number = member.nonzero(as_tuple=True)
-        place = rank[block, number]
-        tile = offset[block] + torch.div(place, per_tile, rounding_mode="floor")
-        columns[tile, torch.remainder(place, per_tile)] = number * slab
-
-    owner = torch.repeat_interleave(torch.arange(count, device=keep.device), tile_count, output_size=total)
-    partial = torch.arange(total, device=keep.device) < (first_tile + partial_tiles)[owner]
-    bitmaps = _bitmaps(keep, owner[partial], columns[partial], config)
+    block, number = needed.nonzero(as_tuple=True)
+    slabs_needed = Slabs(block, number * slab, full[block, number])
+    chosen = slab_tiles(slabs_needed, count, config)
+    columns, partial = chosen.columns(slabs_needed), chosen.partial
+    bitmaps = _bitmaps(keep, chosen.owner[partial], columns[partial], config)
     if strip.spans is not None:
         span = strip.spans[torch.div(columns.clamp(min=0), SPAN, rounding_mode="floor")]
         columns = torch.where(columns < 0, columns, span * SPAN + torch.remainder(columns, SPAN))
-    return Pattern(tile_count, partial_tiles, columns, partial, bitmaps)
+    return Pattern(chosen.tile_count, chosen.partial_count, columns, partial, bitmaps)
 
 
 def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig) -> Tensor:
@@ -189,6 +185,22 @@ def _bitmaps(keep: Tensor, owner: Tensor, columns: Tensor, config: LayoutConfig)
         picked = picked & (slots >= 0)[:, :, None, None]
         out[start : start + step] = bits.pack(picked.transpose(1, 2).flatten(2))
     return out
+
+
+def in_columns(layout: Layout) -> Layout:
+    """The layout of the same mask with columns gathered one by one, from one of contiguous tiles."""
+    config = replace(layout.config, slab=1)
+    partial = layout.tile_bitmap >= 0
+    plain = Pattern(
+        layout.row_block_ptr.diff().long(),
+        layout.partial_count.long(),
+        layout.tile_base[:, None].long(),
+        partial,
+        layout.bitmaps[layout.tile_bitmap[partial].long()],
+    )
+    gathered = in_slabs(plain, layout.q_len, config)
+    columns = assemble([gathered], layout.pattern_of, layout.q_len, layout.kv_len, config, None)
+    return replace(columns, row_order=layout.row_order)
 
 
 def assemble(

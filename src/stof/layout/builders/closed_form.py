@@ -27,11 +27,75 @@ Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def tiles_of(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
-    """Contiguous tiles of a mask, rows in order: fields of `build.Pattern`; None when its bounds are not known."""
-    grid = _Grid(head_mask, config)
+    """Contiguous tiles of a mask, rows in order: fields of `slabs.Pattern`; None when its bounds are not known."""
     keep = head_mask.mask.as_tensor(head_mask.q_len, head_mask.kv_len)
-    classified = grid.of_rule() if keep is None else grid.of_dense(keep)
-    return None if classified is None else grid.assembled(*classified)
+    if keep is not None:
+        number = head_mask.b if keep.shape[0] > 1 else 0, head_mask.h if keep.shape[1] > 1 else 0
+        return tiles_of_dense(keep[number][None].to(head_mask.device), config)
+    grid = _Grid(head_mask, config)
+    classified = grid.of_rule()
+    return None if classified is None else assembled(*classified, grid.rows, grid.columns, config.block_n)
+
+
+def tiles_of_dense(keep: Tensor, config: LayoutConfig) -> Tiles:
+    """The same from dense tensors `[n, q_len, kv_len]`, one after the other."""
+    block_m, block_n = config.block_m, config.block_n
+    count, q_len, kv_len = keep.shape
+    rows, columns = -(-q_len // block_m), -(-kv_len // block_n)
+    if keep.stride(2) > 1:  # reductions of a transposed tensor take three times as long, a copy of it a third
+        keep = keep.contiguous()
+    missing = (rows * block_m - q_len, columns * block_n - kv_len)
+    if any(missing):
+        keep = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
+    tiled = keep.reshape(count * rows, block_m, columns, block_n)
+    valid = (q_len - torch.arange(rows, device=keep.device) * block_m).clamp(max=block_m).repeat(count)
+    if keep.device.type == "cpu":
+        some, is_full = _kept_by_tiles(tiled)
+        if missing[0]:
+            is_full[valid < block_m] = tiled[valid < block_m, : block_m - missing[0]].all(1).all(-1)
+    else:
+        # Summed along rows first: there memory is contiguous.
+        kept = tiled.sum(3, dtype=torch.int32).sum(1)
+        some, is_full = kept > 0, kept == valid[:, None] * block_n
+    row, column = (some & ~is_full).nonzero(as_tuple=True)
+    step = max(1, _AT_ONCE // (block_m * block_n))
+    words = [bits.pack(tiled[r, :, c]) for r, c in zip(row.split(step), column.split(step), strict=True)]
+    return assembled(
+        is_full.flatten().nonzero()[:, 0], row * columns + column, torch.cat(words), count * rows, columns, block_n
+    )
+
+
+def _kept_by_tiles(tiled: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tiles of `[rows, block_m, columns, block_n]` keep some, and all scores; by NumPy, 8 scores at a time."""
+    rows, _block_m, columns, _block_n = tiled.shape
+    octets = tiled.flatten(2).numpy().view(np.uint64)
+    some, every = (f.reduce(octets, 1).reshape(rows, columns, -1) for f in (np.bitwise_or, np.bitwise_and))
+    return torch.from_numpy(some.any(-1)), torch.from_numpy((every == 0x0101_0101_0101_0101).all(-1))
+
+
+def assembled(everything: Tensor, some: Tensor, words: Tensor, rows: int, columns: int, block_n: int) -> Tiles:
+    """Tiles in order: by row block, partial ones first, then by column.
+
+    Args:
+        everything: numbers of full tiles, `row block * columns + tile column`.
+        some, words: numbers and bitmaps of partial ones.
+        rows, columns: row blocks, and tiles of each.
+        block_n: columns of a tile.
+    """
+    tiles = torch.cat([some, everything])
+    partial = torch.arange(len(tiles), device=tiles.device) < len(some)
+    row = torch.div(tiles, columns, rounding_mode="floor")
+    column = torch.remainder(tiles, columns)
+    key = row * (2 * columns) + torch.where(partial, 0, columns) + column
+    order = key.argsort()
+    none = torch.zeros(rows, dtype=torch.int64, device=tiles.device)
+    return (
+        none.index_add(0, row, torch.ones_like(row)),
+        none.index_add(0, row, partial.long()),
+        (column * block_n)[order][:, None],
+        partial[order],
+        words[some.argsort()],
+    )
 
 
 class _Grid:
@@ -131,40 +195,3 @@ class _Grid:
             if len(tiles) == 1:
                 raise
             return None
-
-    def of_dense(self, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same from a dense tensor `[B | 1, H | 1, q_len, kv_len]`, which is read tile by tile."""
-        block_m, block_n = self.config.block_m, self.config.block_n
-        batch, heads = keep.shape[:2]
-        keep = keep[self.head_mask.b if batch > 1 else 0, self.head_mask.h if heads > 1 else 0].to(self.device)
-        if keep.stride(1) > 1:  # reductions of a transposed tensor take three times as long, a copy of it a third
-            keep = keep.contiguous()
-        missing = (self.rows * block_m - self.head_mask.q_len, self.columns * block_n - self.head_mask.kv_len)
-        if any(missing):
-            keep = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
-        tiled = keep.unflatten(1, (self.columns, block_n)).unflatten(0, (self.rows, block_m))
-        # [rows, columns] kept scores of each tile, summed along rows first: there memory is contiguous
-        count = tiled.sum(3, dtype=torch.int32).sum(1)
-        rows = (self.head_mask.q_len - torch.arange(self.rows, device=self.device) * block_m).clamp(max=block_m)
-        is_full = count == rows[:, None] * block_n
-        row, column = ((count > 0) & ~is_full).nonzero(as_tuple=True)
-        step = max(1, _AT_ONCE // (block_m * block_n))
-        words = [bits.pack(tiled[r, :, c]) for r, c in zip(row.split(step), column.split(step), strict=True)]
-        return is_full.flatten().nonzero()[:, 0], row * self.columns + column, torch.cat(words)
-
-    def assembled(self, everything: Tensor, some: Tensor, words: Tensor) -> Tiles:
-        """Tiles in order: by row block, partial ones first, then by column."""
-        tiles = torch.cat([some, everything])
-        partial = torch.arange(len(tiles), device=self.device) < len(some)
-        row = torch.div(tiles, self.columns, rounding_mode="floor")
-        column = torch.remainder(tiles, self.columns)
-        key = row * (2 * self.columns) + torch.where(partial, 0, self.columns) + column
-        order = key.argsort()
-        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        return (
-            none.index_add(0, row, torch.ones_like(row)),
-            none.index_add(0, row, partial.long()),
-            (column * self.config.block_n)[order][:, None],
-            partial[order],
-            words[some.argsort()],
-        )
