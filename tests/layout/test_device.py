@@ -71,6 +71,8 @@ def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
     assert_same(mask, length - offset, length, config, batch=batch)
 
 
+TABLE = torch.tensor([0, 3, 1, 3, 7]).repeat_interleave(30)
+MANY = torch.rand(150, generator=torch.Generator().manual_seed(3)) < 0.4
 PATTERNS = {
     "everything": masks.full(),
     "nothing": ~masks.full(),
@@ -86,6 +88,14 @@ PATTERNS = {
     "prefix": masks.prefix_lm(25) & masks.padding(80),
     "neighbourhood": masks.neighborhood_2d(9, 10, (3, 5)),
     "per head": masks.per_head([masks.causal() | masks.padding(9)]),
+    "function of tables": masks.from_function(lambda b, h, q, kv: (TABLE[q] == TABLE[kv]) & (kv < TABLE[0] + 60)),
+    "function of a grid": masks.from_function(
+        lambda b, h, q, kv: ((q // 9 - kv // 9).abs() <= 1) & (q % 9 - kv % 9 <= 2) | (q % 7 == 3)
+    ),
+    "function of distances": masks.from_function(
+        lambda b, h, q, kv: ((q - kv + 2) % 5 == 1) & (kv - q < 30) | ~(kv % 4 < 3) & (q // 8 >= kv // 8)
+    ),
+    "function of tokens": masks.from_function(lambda b, h, q, kv: MANY[q] ^ (MANY[kv] | (q > kv))),
     "negated composition": ~(masks.causal() & ~(masks.sliding_window(9) | masks.padding(40))),
 }
 
@@ -350,8 +360,8 @@ def test_bitmaps_with_half_a_hash_in_common_are_left_to_torch(monkeypatch: pytes
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.from_function(lambda b, h, q, k: q >= k),
-        masks.causal() & masks.from_function(lambda b, h, q, k: q >= k),
+        masks.from_function(lambda b, h, q, k: (q + k) % 3 == 0),
+        masks.causal() & masks.from_function(lambda b, h, q, k: (q + k) % 3 == 0),
         masks.sliding_window(5).with_query_offset(2**31 - 20),
         masks.sliding_window(5).with_query_offset(20 - 2**31),
         masks.dilated_window(5, dilation=2**31 - 5),
@@ -414,5 +424,5 @@ def test_problems_left_to_torch() -> None:
     assert on_device(mask, 64, 64, LayoutConfig(16, 16, 8)) is None
     assert on_device(mask, 2**15, 2**15, config) is None
     assert device_counts(mask, 2**20, 2**20, [16], 1, [0], device=DEVICE) is None
-    function = masks.from_function(lambda b, h, q, k: q >= k)
+    function = masks.from_function(lambda b, h, q, k: (q + k) % 3 == 0)
     assert device_counts(function, 64, 64, [16], 1, [0], device=DEVICE) is None

@@ -135,7 +135,10 @@ def test_functions_mean_single_calls(name: str) -> None:
     both = (mask & masks.causal()) | ~mask.with_query_offset(0)
     dense = both.to_dense(Q, K, batch=B, heads=H)
     assert torch.equal(dense.expand(B, H, Q, K), expected & masks.causal().to_dense(Q, K) | ~expected)
-    assert programs_of(mask, Q, K, [(0, 0)]) is None  # nothing else knows how to evaluate a function
+    for b, h in ((0, 0), (B - 1, H - 1)):
+        program = mask.translated(b, h, Q, K)
+        assert (programs_of(mask, Q, K, [(b, h)]) is None) == (program is None)
+        assert program is None or torch.equal(program.to_dense(Q, K)[0, 0], expected[b, h])
 
 
 REDUCING = [name for name, (_, elementwise_, _) in FUNCTIONS.items() if not elementwise_]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stof.errors import MaskError, MaskFunctionError, ShapeError
+from stof.masks import translate
 from stof.masks.bounds import Interval, TileBounds
 from stof.masks.compose import Mask
 from stof.masks.elementwise import Record, Traits, record_of, traits_of
@@ -36,6 +37,10 @@ _log = logging.getLogger(__name__)
 
 # Scores that are compared with single calls: of 16 rectangles of 5 queries and 6 keys, for up to 2 heads.
 _RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
+# Queries, and keys, at which a translation is compared with the function.
+_COMPARED = 64
+# Lengths at which translations are tried for row orders; a function may have tables that end earlier.
+_LENGTHS = (1024, 256, 64)
 
 
 @dataclass
@@ -45,10 +50,14 @@ class _Calling:
     Attributes:
         elementwise: whether to call them on broadcast tensors; else under vmap.
         compared: logarithms of the lengths at which calls on broadcast tensors were compared with single calls.
+        translated: logarithms of the lengths at which a translation was compared with the function.
+        row_orders: of a translation; None before one was asked for.
     """
 
     elementwise: bool
     compared: set[tuple[int, int]] = field(default_factory=set)
+    translated: set[tuple[int, int]] = field(default_factory=set)
+    row_orders: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -183,6 +192,48 @@ class FunctionMask(Mask):
                 f"{list(sizes)} scores, and a bool before; where what it reads changes, pass a new function"
             )
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
+
+    @property
+    def row_orders(self) -> tuple[str, ...]:
+        """Those of a translation at a length that the function accepts; functions alike share them."""
+        known = _known(self.fn)
+        if known is None:
+            return ()
+        if known.calling.row_orders is None:
+            masks = (self.translated(0, 0, n, n) for n in _LENGTHS)
+            known.calling.row_orders = next((mask.row_orders for mask in masks if mask is not None), ())
+        return known.calling.row_orders
+
+    @past_modes
+    def translated(self, b: int, h: int, q_len: int, kv_len: int) -> Mask | None:
+        """The mask of a batch entry and head as tests and tables (`stof.masks.translate`); None where it has no such.
+
+        Raises:
+            MaskError: what the function of a frozen mask reads was changed.
+        """
+        known = _known(self.fn)
+        if known is None or not known.calling.elementwise or type(self) is not FunctionMask:  # block masks keep less
+            return None
+        device = known.at[0].device
+        try:
+            mask = translate.translated(self.fn, b, h, q_len, kv_len, device)
+        except translate.NotTranslatableError as error:
+            _say_untranslated(getattr(self.fn, "__qualname__", function_name(self.fn)), str(error))
+            return None
+        self.refuse_changed()  # meanwhile
+        lengths = (q_len.bit_length(), kv_len.bit_length())
+        if lengths not in known.calling.translated:
+            at = [torch.tensor(number, device=device).view(1) for number in (b, h)]
+            q, kv = (torch.arange(n, device=device) for n in (q_len, kv_len))
+            rows = Index.make(_some_of(q), _some_of(kv), q_len=q_len, kv_len=kv_len, b=at[0], h=at[1])
+            expected, found = (
+                each.evaluate(rows).expand(1, 1, rows.q.numel(), rows.kv.numel()) for each in (self, mask)
+            )
+            if not torch.equal(expected, found):  # a fault of ours
+                _say_untranslated(self.name, f"{mask} keeps other scores; please report this")
+                return None
+            known.calling.translated.add(lengths)
+        return mask
 
     @past_modes
     def _compared(self, index: Index) -> _Known:
@@ -523,6 +574,21 @@ def _errors_of(fn: MaskFunction) -> Iterator[None]:
             "scores: b, h, q_idx and kv_idx are int64 tensors without dimensions, also under torch.vmap. Combine them "
             "with operators of tensors (& | ~ and torch.where, not and / or / if / int())"
         ) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _say_untranslated(name: str, reason: str) -> None:
+    _log.info("the mask function %s has no program for kernels, and is evaluated for all scores (%s)", name, reason)
+
+
+def _some_of(positions: Tensor) -> Tensor:
+    """Some positions, the first and last ones among them."""
+    if len(positions) <= _COMPARED:
+        return positions
+    generator = torch.Generator("cpu").manual_seed(0x570F)
+    chosen = torch.randint(len(positions), (_COMPARED,), generator=generator, device="cpu")
+    chosen[:4] = torch.tensor([0, 1, len(positions) - 2, len(positions) - 1], device="cpu")
+    return positions[chosen.to(positions.device)]
 
 
 def _samples(index: Index) -> Indices:

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
+from stof.masks.functions import FunctionMask
 from stof.masks.per_head import EntryRange, PerHead
+from stof.masks.position_tests import Listed, PositionTest
 from stof.masks.reorder import InRanges, begins_of
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
@@ -33,8 +35,8 @@ _PAST_THE_END = 2**9
 # Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
 _FURTHEST = _MOST - _PAST_THE_END
 
-# Programs that are kept with a mask.
-_MOST_WRITTEN = 4
+# Batch entries and heads for which a function is translated, each by a call.
+_MOST_TRANSLATED = 16
 T = TypeVar("T")
 
 
@@ -119,7 +121,7 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
 
 
 def _written(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Programs | None:
-    writer = _Writer(q_len, kv_len)
+    writer = _Writer(q_len, kv_len, len(entries))
     try:
         codes = [writer.program(mask, b, h) for b, h in entries]
     except _NotWritableError:
@@ -184,8 +186,8 @@ _ORIGIN = _Place(0, 0, False)
 class _Writer:
     """Programs being written."""
 
-    def __init__(self, q_len: int, kv_len: int) -> None:
-        self.q_len, self.kv_len = q_len, kv_len
+    def __init__(self, q_len: int, kv_len: int, patterns: int) -> None:
+        self.q_len, self.kv_len, self.patterns = q_len, kv_len, patterns
         self.code: list[int] = []
         self.tables: list[int] = []
         self.draws: list[Draw] = []
@@ -370,6 +372,54 @@ def _documents(to: _Writer, mask: rules.Documents, at: _Place) -> int:
     )
 
 
+def _position_test(to: _Writer, mask: PositionTest, at: _Place) -> int:
+    low, high, size = mask.low, mask.high, mask.size
+    if mask.tested == "distance":
+        return to.distance(at, low, high)
+    if mask.tested == "query":
+        return to.query(at, low, high)
+    if mask.tested == "key":
+        return to.key(at, low, high)
+    if min(at.q_shift, at.kv_shift) < 0:  # Triton's quotients and remainders of negative numbers are others
+        raise _NotWritableError
+    if mask.tested in ("grid_row", "grid_column"):
+        low, high = (-high, -low) if at.swapped else (low, high)
+        return to.add(Op.GRID_ROW if mask.tested == "grid_row" else Op.GRID_COLUMN, low, high, size=size, at=at)
+    if mask.tested in ("query_remainder", "key_remainder"):
+        of_key = (mask.tested == "key_remainder") is not at.swapped
+        return to.add(Op.KEY_REMAINDER if of_key else Op.QUERY_REMAINDER, low, high, size=size, at=at)
+    shift = -mask.shift if at.swapped else mask.shift
+    if at.swapped:  # the remainder of a negative distance
+        low, high = max(low, 0), min(high, size - 1)
+        if low == 0 < high < size - 1:
+            raise _NotWritableError
+        if low:
+            low, high = size - high, size - low
+    extra = shift + _multiple(size, to.kv_len + at.j_shift - at.i_shift - shift)
+    if to.q_len + max(at.i_shift - at.j_shift, 0) + extra >= _FURTHEST:
+        raise _NotWritableError
+    return to.add(Op.DISTANCE_REMAINDER, low, high, size=size, extra=extra, at=at)
+
+
+def _listed(to: _Writer, mask: Listed, at: _Place) -> int:
+    if len(mask.tokens) > LONGEST:
+        raise _NotWritableError
+    of_keys = mask.of_keys is not at.swapped
+    table, count = to.table(mask.tokens), len(mask.tokens)
+    op = Op.KEY_LISTED if of_keys else Op.QUERY_LISTED
+    return to.add(op, 1, 1, size=count.bit_length(), at=at, table=table, entries=count)
+
+
+def _function(to: _Writer, mask: FunctionMask, at: _Place) -> int:
+    lengths = (to.kv_len, to.q_len) if at.swapped else (to.q_len, to.kv_len)
+    q_len = lengths[0] + at.q_shift if at.q_len is None else at.q_len
+    kv_len = lengths[1] + at.kv_shift if at.kv_len is None else at.kv_len
+    program = mask.translated(to.b, to.h, q_len, kv_len) if to.patterns <= _MOST_TRANSLATED else None
+    if program is None:
+        raise _NotWritableError
+    return to.write(program, at)
+
+
 def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
     if min(at.q_shift, at.kv_shift) < 0:  # Triton rounds quotients of negative numbers towards 0
         raise _NotWritableError
@@ -416,4 +466,7 @@ _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     rules.GlobalTokens: _global_tokens,
     rules.Documents: _documents,
     rules.RandomBlocks: _random_blocks,
+    PositionTest: _position_test,
+    Listed: _listed,
+    FunctionMask: _function,
 }

@@ -93,27 +93,32 @@ def _of_small_masks(mask: Mask, q_len: int, kv_len: int, config: LayoutConfig, n
     Args:
         numbers: `mask.pattern_ids` of all batch entries and heads.
     """
-    sizes = [n if bool((numbers != numbers.narrow(dim, 0, 1)).any()) else 1 for dim, n in enumerate(numbers.shape)]
-    ids = numbers[: sizes[0], : sizes[1]]
-    count = ids.numel()
-    if count == 1 or len(ids.unique()) < count or config.compact_columns:
+    if q_len * kv_len > _FEW_SCORES or config.compact_columns or numbers.numel() == 1:
         return None
-    if q_len * kv_len > _FEW_SCORES or count * q_len * kv_len > STRIP_SCORES:
+    ids = numbers.flatten().tolist()
+    known = {number: place for place, number in enumerate(dict.fromkeys(ids))}
+    first = [divmod(ids.index(number), numbers.shape[1]) for number in known]
+    b, h = (sorted({place[dim] for place in first}) for dim in (0, 1))
+    if len(known) == 1 or len(b) * len(h) > len(known) or len(known) * q_len * kv_len > STRIP_SCORES:
         return None
-    b, h, q, kv = (torch.arange(n, device="cpu") for n in (*sizes, q_len, kv_len))
-    keep = mask.evaluate(Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=b, h=h))
+    at = (torch.tensor(b, device="cpu"), torch.tensor(h, device="cpu"))
+    q, kv = (torch.arange(n, device="cpu") for n in (q_len, kv_len))
+    keep = mask.evaluate(Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=at[0], h=at[1]))
     if keep.dtype != torch.bool:
         return None
-    keep = keep.expand(*sizes, q_len, kv_len).flatten(0, 1)
-    packed = np.packbits(keep.numpy(), axis=-1)
-    known: dict[bytes, int] = {}
-    pattern_of = [known.setdefault(one.tobytes(), len(known)) for one in packed]
-    first = [pattern_of.index(number) for number in range(len(known))]
-    pattern = Pattern(*tiles_of_dense(keep[first], config.contiguous()))
+    keep = keep.expand(len(b), len(h), q_len, kv_len)
+    distinct: dict[bytes, int] = {}
+    pattern = [
+        distinct.setdefault(np.packbits(keep[b.index(one), h.index(other)].numpy()).tobytes(), len(distinct))
+        for one, other in first
+    ]
+    kept = [first[pattern.index(number)] for number in range(len(distinct))]
+    scores = torch.stack([keep[b.index(one), h.index(other)] for one, other in kept])
+    tiles = Pattern(*tiles_of_dense(scores, config.contiguous()))
     if config.slab is not None:
-        pattern = in_slabs(pattern, q_len, config)
-    which = torch.tensor(pattern_of, dtype=torch.int32, device="cpu").view(sizes)
-    return assemble([pattern], which.expand(numbers.shape).contiguous(), q_len, kv_len, config, None)
+        tiles = in_slabs(tiles, q_len, config)
+    which = torch.tensor([pattern[known[number]] for number in ids], dtype=torch.int32, device="cpu")
+    return assemble([tiles], which.view(numbers.shape), q_len, kv_len, config, None)
 
 
 def checked_order(row_order: Tensor | None, q_len: int, device: torch.device | str) -> Tensor | None:

@@ -38,8 +38,10 @@ def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], devic
         return None
     if not has_gpu_form(mask, q_len, kv_len, sizes):  # it may read tensors on the device
         return None
-    _evaluated[device] = scores
     keep = mask.as_tensor(q_len, kv_len)
+    if keep is None and mask.tensors_device() is not None:
+        return None
+    _evaluated[device] = scores
     return mask if keep is None else DenseMask(keep.cpu(), copied=True)
 
 

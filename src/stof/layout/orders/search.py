@@ -103,8 +103,18 @@ def column_order(
 
 
 def fitting_orders(mask: Mask, q_len: int) -> tuple[str, ...]:
-    """Names of the orders that a mask names, as far as they fit the number of rows."""
-    return tuple(name for name in mask.row_orders if named_order(name, q_len) is not None)
+    """Names of the orders that a mask names, as far as they fit the number of rows.
+
+    `grid W` stands for patches of a grid of rows of W tokens, however many rows there are.
+    """
+    names = []
+    for name in mask.row_orders:
+        if name.startswith("grid "):
+            width = int(name.removeprefix("grid "))
+            name = f"patch {q_len // width} {width} 8 8"
+        if named_order(name, q_len) is not None:
+            names.append(name)
+    return tuple(names)
 
 
 class RowOrders:

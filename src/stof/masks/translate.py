@@ -1,0 +1,460 @@
+"""Mask functions translated to masks of tests and tables, for which kernels have programs (`stof.masks.gpu_program`).
+
+The function is called once, with stand-ins for `q_idx` and `kv_idx` that hold all positions. What depends on queries
+alone, or on keys alone, is computed as usual, tables of any form among it. Only what brings queries and keys together
+has to be of a known form: a difference of positions, of grid rows or columns, or of one table's entries, compared with
+numbers; and truth values combined.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stof.masks.compose import Mask
+from stof.masks.position_tests import UNBOUNDED, Listed, PositionTest
+from stof.masks.rules import Causal, Documents, Full
+from stof.masks.single_calls import MaskFunction
+
+# Runs of tokens up to which each is a test of its own; more are looked up in a table.
+_FEW_RUNS = 4
+
+
+class NotTranslatableError(Exception):
+    """The function does something that has no translation; the message says what."""
+
+
+def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int, device: torch.device) -> Mask:
+    """The mask of a function for one batch entry and head.
+
+    Args:
+        fn: a function of elementwise operators and tables (`stof.masks.elementwise`).
+        b, h: batch entry and head.
+        q_len, kv_len: positions there are.
+        device: where the tables are that the function reads.
+
+    Raises:
+        NotTranslatableError: the function is of another form, or raises.
+    """
+    batch, head = (torch.tensor(number, device=device) for number in (b, h))
+    q, kv = (_Axis(of_keys, torch.arange(n, device=device)) for of_keys, n in ((False, q_len), (True, kv_len)))
+    try:
+        return _mask(fn(batch, head, q, kv))  # type: ignore[arg-type]
+    except NotTranslatableError:
+        raise
+    except Exception as error:
+        raise NotTranslatableError(f"{type(error).__name__}: {error}") from error
+
+
+class _Value:
+    """A stand-in for a tensor that depends on positions."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _applied(function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_") and not name.startswith("_"):
+            raise NotTranslatableError(f"writes to a tensor in place ({name})")
+        function = getattr(Tensor, name)  # raises AttributeError
+        if not callable(function):
+            raise NotTranslatableError(f"reads .{name} of an index")
+        return functools.partial(_applied_method, function, self)
+
+    def __bool__(self) -> bool:
+        raise NotTranslatableError("decides in Python")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _applied_method(function: Callable[..., Any], value: _Value, *args: Any, **kwargs: Any) -> Any:
+    return _applied(function, (value, *args), kwargs)
+
+
+for _dunder in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "truediv", "neg", "abs", "and",
+    "rand", "or", "ror", "xor", "rxor", "invert", "lt", "le", "gt", "ge", "eq", "ne", "rshift", "lshift", "pow",
+):  # fmt: skip
+    _function = getattr(Tensor, f"__{_dunder}__")
+    setattr(_Value, f"__{_dunder}__", functools.partialmethod(lambda s, f, *a: _applied(f, (s, *a), {}), _function))
+
+
+def _in_place(value: _Value, other: object) -> Any:
+    raise NotTranslatableError("writes to a tensor in place")
+
+
+# Without these Python would make a new value, which other names of the old one would not see.
+for _dunder in ("add", "sub", "mul", "floordiv", "mod", "truediv", "and", "or", "xor", "rshift", "lshift", "pow"):
+    setattr(_Value, f"__i{_dunder}__", _in_place)
+
+
+@dataclass(eq=False)
+class _Axis(_Value):
+    """What depends on queries alone, or on keys alone: its value at each position `[n]`."""
+
+    of_keys: bool
+    values: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+
+@dataclass(eq=False)
+class _Sum(_Value):
+    """The number `q[i] + kv[j] + constant` of query i and key j; int64, or None where it does not depend on them."""
+
+    q: Tensor | None
+    kv: Tensor | None
+    constant: int
+
+    def times(self, factor: int) -> _Sum:
+        q, kv = (None if x is None else x * factor for x in (self.q, self.kv))
+        return _Sum(q, kv, self.constant * factor)
+
+    def plus(self, other: _Sum) -> _Sum:
+        q, kv = (
+            one if two is None else two if one is None else one + two
+            for one, two in ((self.q, other.q), (self.kv, other.kv))
+        )
+        return _Sum(q, kv, self.constant + other.constant)
+
+    @property
+    def shift(self) -> int | None:
+        """The c for which this is `i - j + c`; None if there is none."""
+        if self.q is None or self.kv is None:
+            return None
+        first, second = _offset(self.q), _offset(-self.kv)
+        return None if first is None or second is None else first - second + self.constant
+
+
+@dataclass(eq=False)
+class _Absolute(_Value):
+    """The absolute value of a sum."""
+
+    of: _Sum
+
+
+@dataclass(eq=False)
+class _Quotient(_Value):
+    """A sum divided by `size`, rounded down."""
+
+    of: _Sum
+    size: int
+
+
+@dataclass(eq=False)
+class _Remainder(_Value):
+    """`(i - j + shift) mod size` of query i and key j."""
+
+    shift: int
+    size: int
+
+
+@dataclass(eq=False)
+class _Kept(_Value):
+    """A truth value that depends on both."""
+
+    mask: Mask
+
+
+_Any: TypeAlias = Any  # a `_Value`, a number or a tensor of one element
+
+
+def _applied(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function of torch returns for stand-ins."""
+    called = getattr(function, "__name__", "")
+    if "out" in kwargs or (called.endswith("_") and not called.endswith("__")):
+        raise NotTranslatableError("writes to a tensor in place")
+    values = [x for x in _leaves((args, kwargs)) if isinstance(x, _Value)]
+    if all(isinstance(x, _Axis) and x.of_keys == values[0].of_keys for x in values):
+        first = values[0]
+        assert isinstance(first, _Axis)
+        out = function(*_plain(args), **_plain(kwargs))
+        if not isinstance(out, Tensor) or out.shape != first.values.shape:
+            raise NotTranslatableError(f"{_name(function)} is not elementwise")
+        return _Axis(first.of_keys, out)
+    name = _name(function)
+    if name == "div" and kwargs == {"rounding_mode": "floor"}:
+        name, kwargs = "floor_divide", {}
+    if kwargs or name not in _TOGETHER:
+        raise NotTranslatableError(f"{name} of queries and keys together")
+    return _TOGETHER[name](*args)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", str(function)).strip("_")
+    return _ALIASES.get(name, name)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for one in value for leaf in _leaves(one)]
+    if isinstance(value, dict):
+        return _leaves(list(value.values()))
+    return [value]
+
+
+def _plain(value: Any) -> Any:
+    """The same with tensors in place of stand-ins."""
+    if isinstance(value, _Axis):
+        return value.values
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(one) for one in value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
+
+
+def _sum(value: _Any) -> _Sum:
+    """A number as a sum."""
+    if isinstance(value, _Sum):
+        return value
+    if isinstance(value, _Axis):
+        numbers = _exact(value.values)
+        return _Sum(None, numbers, 0) if value.of_keys else _Sum(numbers, None, 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > UNBOUNDED:
+        raise NotTranslatableError(f"arithmetic with {type(value).__name__}")
+    return _Sum(None, None, value)
+
+
+def _exact(numbers: Tensor) -> Tensor:
+    """Numbers as int64; those that sums may overflow in their dtype, or in 32 bits, have no translation."""
+    if numbers.dtype not in (torch.int64, torch.int32):
+        raise NotTranslatableError(f"arithmetic of queries and keys in {numbers.dtype}")
+    if numbers.numel() and int(numbers.abs().max()) >= 2**29:
+        raise NotTranslatableError("arithmetic with numbers of 2**29 and more")
+    return numbers.long()
+
+
+def _offset(numbers: Tensor) -> int | None:
+    """The c for which position i has the number i + c; None if there is none."""
+    c = int(numbers[0])
+    return c if torch.equal(numbers, torch.arange(c, c + len(numbers), device=numbers.device)) else None
+
+
+def _between(value: _Any, low: int, high: int) -> _Value:
+    """Whether a number is from `low` to `high`."""
+    if isinstance(value, _Remainder):
+        return _Kept(PositionTest("distance_remainder", *_bounded(low, high), value.size, value.shift))
+    if isinstance(value, _Quotient):
+        return _between(value.of, low * value.size, high * value.size + value.size - 1)
+    if isinstance(value, _Absolute):
+        inside = _truth(_between(value.of, -high, high))
+        return _Kept(inside if low <= 0 else inside & ~_truth(_between(value.of, 1 - low, low - 1)))
+    total = _sum(value)
+    low, high = _bounded(low - total.constant, high - total.constant)
+    if total.q is None or total.kv is None:
+        numbers = total.kv if total.q is None else total.q
+        assert numbers is not None
+        return _Axis(total.q is None, (numbers >= low) & (numbers <= high))
+    both = _Sum(total.q, total.kv, 0)
+    if both.shift is None:
+        negated = both.times(-1)
+        if negated.shift is None:
+            return _Kept(_of_table(total.q, -total.kv, low, high))
+        both, low, high = negated, -high, -low
+    shift = both.shift
+    assert shift is not None
+    if (low - shift, high) == (0, UNBOUNDED):
+        return _Kept(Causal())
+    return _Kept(PositionTest("distance", *_bounded(low - shift, high - shift)))
+
+
+def _bounded(low: int, high: int) -> tuple[int, int]:
+    """Bounds within 32 bits; no number that is tested is larger."""
+    return max(-UNBOUNDED, min(UNBOUNDED, low)), max(-UNBOUNDED, min(UNBOUNDED, high))
+
+
+def _of_table(q: Tensor, kv: Tensor, low: int, high: int) -> Mask:
+    """The mask of `low <= table[i] - table[j] <= high`."""
+    table, other = (q, kv) if len(q) >= len(kv) else (kv, q)
+    if not torch.equal(table[: len(other)], other):
+        raise NotTranslatableError("compares a number of the query with another one of the key")
+    if (low, high) == (0, 0):
+        return _same(table)
+    numbers = (table - table[0]).cpu().numpy()
+    positions = np.arange(len(numbers))
+    if (changes := np.diff(numbers).nonzero()[0]).size:
+        size = int(changes[0]) + 1
+        if np.array_equal(numbers, positions // size):
+            return PositionTest("grid_row", low, high, size)
+        falls = (np.diff(numbers) < 0).nonzero()[0]
+        size = int(falls[0]) + 1 if falls.size else len(numbers)
+        if np.array_equal(numbers, positions % size):
+            return PositionTest("grid_column", low, high, size)
+        if not falls.size and (low, high) in _ORDERED:
+            return _ORDERED[low, high](_same(table))
+    raise NotTranslatableError("a difference of numbers that are no rows or columns of a grid")
+
+
+# Masks of comparisons of a table that ascends, by the bounds of differences, from that of equal entries.
+_ORDERED: dict[tuple[int, int], Callable[[Mask], Mask]] = {
+    (0, UNBOUNDED): lambda same: Causal() | same,
+    (1, UNBOUNDED): lambda same: Causal() & ~same,
+    (-UNBOUNDED, 0): lambda same: ~Causal() | same,
+    (-UNBOUNDED, -1): lambda same: ~(Causal() | same),
+}
+
+
+def _same(table: Tensor) -> Mask:
+    """The mask of `table[i] == table[j]`."""
+    numbers = table.cpu().numpy()
+    starts = np.concatenate([[0], np.diff(numbers).nonzero()[0] + 1])
+    ids = np.unique(numbers[starts], return_inverse=True)[1].tolist()
+    lengths = np.diff(starts, append=len(numbers)).tolist()
+    return Documents((tuple(zip(ids, lengths, strict=True)),))
+
+
+def _truth(value: _Any) -> Mask:
+    """A truth value as a mask."""
+    if isinstance(value, _Kept):
+        return value.mask
+    if isinstance(value, _Axis) and value.dtype == torch.bool:
+        return _listed(value.of_keys, value.values.cpu().numpy())
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.bool:
+        value = bool(value)
+    if not isinstance(value, bool):
+        raise NotTranslatableError(f"{type(value).__name__.strip('_')} as a truth value")
+    return Full() if value else ~Full()
+
+
+def _mask(value: object) -> Mask:
+    """The result of a function as a mask."""
+    if isinstance(value, bool):
+        raise NotTranslatableError("returns no tensor")
+    return _truth(value)
+
+
+def _listed(of_keys: bool, held: np.ndarray) -> Mask:
+    """The mask of some queries, or keys, by a truth value at each position."""
+    if not held.any():
+        return ~Full()
+    if held.all():
+        return Full()
+    edges = np.diff(held.astype(np.int8), prepend=0, append=0)
+    runs = list(zip(edges.nonzero()[0][::2].tolist(), edges.nonzero()[0][1::2].tolist(), strict=True))
+    tested = "key" if of_keys else "query"
+    if len(runs) <= _FEW_RUNS:
+        tests: list[Mask] = [PositionTest(tested, first, end - 1) for first, end in runs]
+        return functools.reduce(operator.or_, tests)
+    (first, end), (second, _) = runs[:2]
+    period, positions = second - first, np.arange(len(held))
+    first, end = first % period, first % period + end - first
+    if end <= period and np.array_equal(held, (positions % period >= first) & (positions % period < end)):
+        return PositionTest(f"{tested}_remainder", first, end - 1, period)
+    return Listed(of_keys, tuple(held.nonzero()[0].tolist()))
+
+
+def _constant(value: _Any) -> int:
+    number = _sum(value)
+    if number.q is not None or number.kv is not None:
+        raise NotTranslatableError("a product or quotient of a query and a key")
+    return number.constant
+
+
+def _multiplied(one: _Any, other: _Any) -> _Value:
+    number, factor = (one, other) if isinstance(one, _Value) else (other, one)
+    return _sum(number).times(_constant(factor))
+
+
+def _remainder(value: _Any, size: _Any) -> _Value:
+    total, divisor = _sum(value), _constant(size)
+    if total.shift is None or divisor < 1:
+        raise NotTranslatableError("a remainder of something else than a distance")
+    return _Remainder(total.shift, divisor)
+
+
+def _quotient(value: _Any, size: _Any) -> _Value:
+    divisor = _constant(size)
+    if divisor < 1:
+        raise NotTranslatableError("division by a number below 1")
+    return _Quotient(_sum(value), divisor)
+
+
+def _compared(low: int, high: int) -> Callable[[_Any, _Any], _Value]:
+    """A comparison of two numbers, by bounds of the first less the second."""
+
+    def compared(one: _Any, other: _Any) -> _Value:
+        for value, number, ends in ((one, other, (low, high)), (other, one, (-high, -low))):
+            if isinstance(value, (_Absolute, _Remainder, _Quotient)):
+                constant = _constant(number)
+                return _between(value, ends[0] + constant, ends[1] + constant)
+        return _between(_sum(one).plus(_sum(other).times(-1)), low, high)
+
+    return compared
+
+
+def _is_truth(value: _Any) -> bool:
+    return isinstance(value, (_Kept, bool)) or (isinstance(value, (_Axis, Tensor)) and value.dtype == torch.bool)
+
+
+def _equal(one: _Any, other: _Any) -> _Value:
+    if _is_truth(one) and _is_truth(other):
+        return _not(_exclusive(one, other))
+    if isinstance(one, _Axis) and isinstance(other, _Axis) and one.dtype == other.dtype:  # numbers of any size
+        long, short = sorted((one.values, other.values), key=len, reverse=True)
+        if not long.is_floating_point() and torch.equal(long[: len(short)], short):
+            return _Kept(_same(long))
+    return _compared(0, 0)(one, other)
+
+
+def _not(value: _Any) -> _Kept:
+    return _Kept(~_truth(value))
+
+
+def _exclusive(one: _Any, other: _Any) -> _Kept:
+    a, b = _truth(one), _truth(other)
+    return _Kept((a & ~b) | (~a & b))
+
+
+def _chosen(condition: _Any, one: _Any, other: _Any) -> _Kept:
+    where, a, b = _truth(condition), _truth(one), _truth(other)
+    return _Kept((where & a) | (~where & b))
+
+
+# Functions of what depends on queries and keys, by name. Python passes the operands of reversed operators swapped.
+_TOGETHER: dict[str, Callable[..., _Value]] = {
+    "add": lambda one, other: _sum(one).plus(_sum(other)),
+    "sub": lambda one, other: _sum(one).plus(_sum(other).times(-1)),
+    "rsub": lambda one, other: _sum(other).plus(_sum(one).times(-1)),
+    "neg": lambda value: _sum(value).times(-1),
+    "mul": _multiplied,
+    "abs": lambda value: _Absolute(_sum(value)),
+    "remainder": _remainder,
+    "floor_divide": _quotient,
+    "ge": _compared(0, UNBOUNDED),
+    "gt": _compared(1, UNBOUNDED),
+    "le": _compared(-UNBOUNDED, 0),
+    "lt": _compared(-UNBOUNDED, -1),
+    "eq": _equal,
+    "ne": lambda one, other: _not(_equal(one, other)),
+    "and": lambda one, other: _Kept(_truth(one) & _truth(other)),
+    "or": lambda one, other: _Kept(_truth(one) | _truth(other)),
+    "xor": _exclusive,
+    "not": _not,
+    "where": _chosen,
+}
+_ALIASES = {
+    "radd": "add", "subtract": "sub", "negative": "neg", "rmul": "mul", "multiply": "mul", "absolute": "abs",
+    "mod": "remainder", "floordiv": "floor_divide",
+    "greater_equal": "ge", "greater": "gt", "less_equal": "le", "less": "lt", "not_equal": "ne",
+    "bitwise_and": "and", "logical_and": "and", "rand": "and", "bitwise_or": "or", "logical_or": "or", "ror": "or",
+    "bitwise_xor": "xor", "logical_xor": "xor", "rxor": "xor",
+    "invert": "not", "bitwise_not": "not", "logical_not": "not",
+}  # fmt: skip

@@ -1,0 +1,201 @@
+"""Functions translated to tests and tables keep the scores that the functions keep."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stof
+from stof import masks
+from stof.masks import Mask
+from stof.masks.functions import FunctionMask
+from stof.masks.gpu_program import programs_of
+from stof.testing import assert_attention, make_inputs
+from tests.examples import examples
+
+Q, K = 40, 48
+GENERATOR = torch.Generator().manual_seed(0)
+SORTED = torch.randint(0, 6, (64,), generator=GENERATOR).sort().values
+SHUFFLED = torch.randint(-2, 4, (2, 64), generator=GENERATOR)
+FEW = torch.rand(64, generator=GENERATOR) < 0.5
+BY_HEAD = torch.tensor([3, 9, 20])
+Value = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def expected_of(fn: Value, b: int, h: int) -> Tensor:
+    """Single calls."""
+    at = [torch.tensor(number) for number in (b, h)]
+    q, kv = torch.arange(Q), torch.arange(K)
+    return torch.stack([torch.stack([fn(*at, i, j).view(()) for j in kv.unbind()]) for i in q.unbind()])
+
+
+def differences() -> st.SearchStrategy[Value]:
+    shift, size = st.integers(-9, 9), st.integers(1, 12)
+    return st.one_of(
+        st.builds(lambda c: lambda b, h, q, k: q - k + c, shift),
+        st.builds(lambda c: lambda b, h, q, k: c - q + k, shift),
+        st.builds(lambda n: lambda b, h, q, k: q // n - k // n, size),
+        st.builds(lambda n: lambda b, h, q, k: torch.remainder(q, n) - k % n, size),
+        st.builds(lambda n, c: lambda b, h, q, k: (q - k + c) % n, size, shift),
+        st.builds(lambda n, c: lambda b, h, q, k: torch.div(q - k + c, n, rounding_mode="floor"), size, shift),
+        st.builds(lambda n: lambda b, h, q, k: n * (q - k), st.integers(-3, 3)),
+        st.just(lambda b, h, q, k: SORTED[q] - SORTED[k]),
+        st.just(lambda b, h, q, k: q),
+        st.just(lambda b, h, q, k: k),
+        st.just(lambda b, h, q, k: SHUFFLED[b, k]),
+        st.builds(lambda n: lambda b, h, q, k: q % n, size),
+        st.builds(lambda n: lambda b, h, q, k: k // n, size),
+    )
+
+
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": torch.gt,
+    "ge": lambda x, y: x.ge(y),
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "flipped": lambda x, y: y > x,
+    "near": lambda x, y: x.abs() <= y,
+    "far": lambda x, y: torch.abs(x) > y,
+}
+
+
+def comparisons() -> st.SearchStrategy[Value]:
+    return st.one_of(
+        st.builds(
+            lambda x, name, c: lambda b, h, q, k: COMPARE[name](x(b, h, q, k), c),
+            differences(),
+            st.sampled_from(list(COMPARE)),
+            st.integers(-8, 30),
+        ),
+        st.builds(
+            lambda x, name: lambda b, h, q, k: COMPARE[name](x(b, h, q, k), BY_HEAD[h]),
+            differences(),
+            st.sampled_from(list(COMPARE)),
+        ),
+        st.sampled_from(
+            [
+                lambda b, h, q, k: SORTED[q] == SORTED[k],
+                lambda b, h, q, k: SORTED[q] >= SORTED[k],
+                lambda b, h, q, k: SORTED[q] < SORTED[k],
+                lambda b, h, q, k: SHUFFLED[b, q] == SHUFFLED[b, k],
+                lambda b, h, q, k: SHUFFLED[b, q] != SHUFFLED[b, k],
+                lambda b, h, q, k: FEW[q],
+                lambda b, h, q, k: FEW[k],
+                lambda b, h, q, k: FEW[q] == FEW[k],
+                lambda b, h, q, k: q >= 0,
+            ]
+        ),
+    )
+
+
+def functions() -> st.SearchStrategy[Value]:
+    return st.recursive(
+        comparisons(),
+        lambda inner: st.one_of(
+            st.builds(lambda x, y: lambda *at: x(*at) & y(*at), inner, inner),
+            st.builds(lambda x, y: lambda *at: torch.logical_or(x(*at), y(*at)), inner, inner),
+            st.builds(lambda x, y: lambda *at: x(*at) ^ y(*at), inner, inner),
+            st.builds(lambda x: lambda *at: ~x(*at), inner),
+            st.builds(lambda x, y, z: lambda *at: torch.where(x(*at), y(*at), z(*at)), inner, inner, inner),
+        ),
+        max_leaves=4,
+    )
+
+
+@given(fn=functions(), b=st.integers(0, 1), h=st.integers(0, 2))
+@examples(100)
+def test_translations_keep_the_same_scores(fn: Value, b: int, h: int) -> None:
+    program = FunctionMask(fn).translated(b, h, Q, K)
+    if program is not None:
+        assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(fn, b, h))
+
+
+TRANSLATED: dict[str, tuple[Value, str]] = {
+    "causal": (lambda b, h, q, k: q >= k, "causal()"),
+    "documents": (
+        lambda b, h, q, k: SORTED[q] == SORTED[k],
+        f"documents(cu_seqlens={[0, *(SORTED.diff().nonzero()[:, 0] + 1).tolist(), 48]})",
+    ),
+    "padding": (lambda b, h, q, k: k < BY_HEAD[h], "position_test(tested='key', low=0, high=8, size=1, shift=0)"),
+    "constant": (lambda b, h, q, k: q >= 0, "full()"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_known_functions(name: str) -> None:
+    fn, text = TRANSLATED[name]
+    program = FunctionMask(fn).translated(0, 1, Q, 64 if name == "constant" else K)
+    assert program is not None
+    assert program.key == text or name == "documents"
+    assert programs_of(masks.from_function(fn), Q, K, [(0, 1)]) is not None
+
+
+def in_place(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    keep = q >= k
+    other = keep
+    other &= q < 9
+    return keep
+
+
+REFUSED: dict[str, tuple[Value, str]] = {
+    "in place": (in_place, "in place"),
+    "two tables": (lambda b, h, q, k: SORTED[q] == SHUFFLED[0, k], "another one of the key"),
+    "a table of pairs": (lambda b, h, q, k: FEW[:36].view(6, 6)[q % 6, k % 6], "getitem of queries and keys"),
+    "a product": (lambda b, h, q, k: q * k < 99, "product"),
+    "floats": (lambda b, h, q, k: q * 0.5 - k > 1.5, "float"),
+    "large numbers": (lambda b, h, q, k: (SORTED * 2**40)[q] - k > 5, r"2\*\*29"),
+    "a lower precision": (lambda b, h, q, k: SORTED.to(torch.uint8)[q] - k.to(torch.uint8) > 5, "uint8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_translation_is_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    fn, reason = REFUSED[name]
+
+    def renamed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return fn(b, h, q, k)
+
+    renamed.__qualname__ = name
+    with caplog.at_level(logging.INFO, "stof.masks.functions"):
+        assert FunctionMask(renamed).translated(0, 0, Q, K) is None
+    (text,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert re.search(reason, text)
+
+
+@pytest.mark.parametrize(
+    ("fn", "orders"),
+    [
+        (lambda b, h, q, k: ((q - k) % 8 == 0) & (q >= k), ("remainder 8",)),
+        (lambda b, h, q, k: ((q // 16 - k // 16).abs() <= 2) & ((q % 16 - k % 16).abs() <= 2), ("grid 16",)),
+        (lambda b, h, q, k: q >= k, ()),
+    ],
+)
+def test_row_orders(fn: Value, orders: tuple[str, ...]) -> None:
+    assert masks.from_function(fn).row_orders == orders
+
+
+def test_plans_of_functions_whose_tables_change() -> None:
+    """Made anew in each step, and written to in place; with choices kept from earlier steps."""
+    inputs = make_inputs(heads=2, q_len=300, kv_len=300, head_dim=8).qkv
+    table = torch.zeros(300, dtype=torch.int64)
+
+    def of(ids: Tensor) -> Mask | Value:
+        return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+    held = of(table)
+    for seed in range(6):
+        ids = torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(seed)).sort().values
+        table.copy_(ids)
+        keep = (ids[:, None] == ids) & torch.ones(300, 300, dtype=torch.bool).tril()
+        for fn in (of(ids), held):
+            assert_attention(stof.attention(*inputs, fn), None, *inputs, keep)
