@@ -17,7 +17,7 @@ from stof.layout.builders import slabs, strips
 from stof.layout.survey import survey
 from stof.masks import Mask
 from tests.examples import examples
-from tests.strategies import dense_masks, mask_trees
+from tests.strategies import dense_masks, mask_trees, row_orders
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -48,6 +48,20 @@ def test_expressions(data: st.DataObject, config: LayoutConfig, squares: bool) -
     parts = mock.patch.object(slabs, "_AT_ONCE", 2**12)
     with parts, mock.patch.multiple(tiles, _ON_HOST=0 if squares else 2**14, _SQUARE=2, _AT_ONCE=2**12):
         assert_same(mask, 110 - offset, 110, config, batch=batch)
+
+
+@given(data=st.data(), config=configs, squares=st.booleans())
+@examples(60)
+def test_rows_out_of_order(data: st.DataObject, config: LayoutConfig, squares: bool) -> None:
+    """By remainder, in patches or at random; of masks and of dense tensors."""
+    mask = data.draw(mask_trees(120, leaves=3))
+    mask = masks.from_dense(mask.to_dense(120)) if data.draw(st.booleans()) else mask
+    order = data.draw(row_orders(120))
+    with mock.patch.multiple(tiles, _ON_HOST=0 if squares else 2**14, _SQUARE=2, _AT_ONCE=2**12):
+        layout = build_layout(mask, 120, 120, config, row_order=order)
+    none = mock.Mock(return_value=None)
+    with mock.patch.multiple("stof.layout.builders.build", tiles_of=none):
+        assert layout.equals(build_layout(mask, 120, 120, config, row_order=order))
 
 
 @given(data=st.data(), config=configs)

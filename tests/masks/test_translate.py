@@ -20,6 +20,7 @@ from stof.masks.functions import FunctionMask
 from stof.masks.gpu_program import programs_of
 from stof.testing import assert_attention, make_inputs
 from tests.examples import examples
+from tests.masks import public_functions
 
 Q, K = 40, 48
 GENERATOR = torch.Generator().manual_seed(0)
@@ -199,3 +200,17 @@ def test_plans_of_functions_whose_tables_change() -> None:
         keep = (ids[:, None] == ids) & torch.ones(300, 300, dtype=torch.bool).tril()
         for fn in (of(ids), held):
             assert_attention(stof.attention(*inputs, fn), None, *inputs, keep)
+
+
+@pytest.mark.parametrize("name", public_functions.FUNCTIONS)
+def test_functions_of_public_code(name: str) -> None:
+    """All that have a program are right: 55 of 62."""
+    mask = FunctionMask(public_functions.FUNCTIONS[name])
+    length, batch, heads = public_functions.LENGTH, public_functions.BATCH, public_functions.HEADS
+    expected = mask.to_dense(length, batch=batch, heads=heads).expand(batch, heads, length, length)
+    for b, h in ((0, 0), (1, 3)):
+        program = mask.translated(b, h, length, length)
+        assert (program is None) == (name in public_functions.WITHOUT_PROGRAM)
+        if program is not None:
+            assert torch.equal(program.to_dense(length)[0, 0], expected[b, h])
+            assert programs_of(mask, length, length, [(b, h)]) is not None

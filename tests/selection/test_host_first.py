@@ -32,10 +32,15 @@ def test_masks_with_programs_and_tensors() -> None:
     assert found is not None
     assert torch.equal(found.to_dense(64, batch=2, heads=3), dense.to_dense(64, batch=2, heads=3))
     assert host_mask(mask, 64, device=torch.device("cpu")) is None
-    # Functions may read tensors on the device; no kernel serves them, so none is compiled.
     function = masks.from_function(lambda b, h, i, j: i >= j)
-    assert host_mask(function, 64) is None
-    assert host_mask(masks.per_head([mask, mask, function]), 64, (1, 3)) is None
+    assert host_mask(function, 64) is function
+    table = torch.zeros(64, dtype=torch.int64)
+    for function in (
+        masks.from_function(lambda b, h, i, j: table[i] == table[j]),  # the table may be on the device
+        masks.from_function(lambda b, h, i, j: (i + j) % 3 == 0),  # no kernel serves it, so none is compiled
+    ):
+        assert host_mask(function, 64) is None
+        assert host_mask(masks.per_head([mask, mask, function]), 64, (1, 3)) is None
     assert host_mask(masks.per_head([mask, mask, masks.causal()]), 64, (1, 3)) is not None
 
 

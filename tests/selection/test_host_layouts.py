@@ -54,6 +54,15 @@ def test_later_masks_of_a_structure_take_the_choice_of_the_first(alike: list[mas
         assert_attention(stof.attention(*inputs, plan), None, *inputs, mask.to_dense(LENGTH))
 
 
+def test_slow_planning_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stof.plan(masks.causal(), 90)
+    assert not caplog.records
+    monkeypatch.setattr("stof.plans.make._SLOW", 0.0)
+    stof.plan(masks.causal(), 91)
+    (record,) = caplog.records
+    assert "planning causal() for 91 queries and 91 keys took" in record.getMessage()
+
+
 @given(mask=mask_trees(150, 2), rows=st.sampled_from([32, 64]))
 @examples(60)
 def test_gathered_columns_of_whole_tiles(mask: masks.Mask, rows: int) -> None:

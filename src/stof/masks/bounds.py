@@ -227,6 +227,13 @@ class TileBounds(_TorchFunctions):
         raise TypeError("the bounds of a tile have no truth value")
 
 
+def bounds_of_blocks(taken: Tensor, q: Interval, kv: Interval) -> TileBounds:
+    """Bounds of rectangles of a table of blocks that are taken, bool `[rows, columns]`, by its running sums."""
+    sums = torch.nn.functional.pad(taken.cumsum(0, dtype=torch.int32).cumsum(1, dtype=torch.int32), (1, 0, 1, 0))
+    inside = sums[q.high + 1, kv.high + 1] - sums[q.low, kv.high + 1] - sums[q.high + 1, kv.low] + sums[q.low, kv.low]
+    return TileBounds(inside == 0, inside == (q.high - q.low + 1) * (kv.high - kv.low + 1))
+
+
 def _integers(value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"no range of {value.dtype if isinstance(value, Tensor) else type(value).__name__}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stof.errors import DeviceError, DtypeError, MaskError, ShapeError, shown
-from stof.masks.bounds import TileBounds
+from stof.masks.bounds import Interval, TileBounds, bounds_of_blocks
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 from stof.masks.named_masks import _integer
@@ -261,9 +261,12 @@ class BlockTopK(RuntimeMask):
     copied: bool = False
 
     def tile_bounds(self, index: Index) -> TileBounds:
-        """Queries of a causal mask see no later keys; which others, only the scores say."""
-        unknown = TileBounds.unknown(index.device)
-        return unknown & (index.q >= index.kv) if self.causal else unknown
+        """By the blocks that are taken; queries of a causal mask see no later keys."""
+        chosen = self.selected().to(index.device)
+        b, h = (int(x) if size > 1 else 0 for x, size in zip((index.b, index.h), chosen.shape, strict=False))
+        q, kv = (Interval.of(x) // self.block_size for x in (index.q, index.kv))
+        bounds = bounds_of_blocks(chosen[b, h], q, kv)
+        return bounds & (index.q >= index.kv) if self.causal else bounds
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.scores.view((1,) * (4 - self.scores.ndim) + tuple(self.scores.shape)),)

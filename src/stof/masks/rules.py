@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stof.errors import ShapeError
 from stof.masks.base import numbered
-from stof.masks.bounds import Interval, TileBounds
+from stof.masks.bounds import Interval, TileBounds, bounds_of_blocks
 from stof.masks.compose import Mask
 from stof.masks.index import Index
 
@@ -215,13 +215,8 @@ class RandomBlocks(Rule):
         chosen = self.choose(torch.arange(first, first + rows, device=index.device), columns)
         if rows * columns > _TABLE:
             return TileBounds.unknown(index.device) & torch.isin(kv, chosen)  # type: ignore[call-overload]
-        sums = torch.zeros(rows + 1, columns + 1, dtype=torch.int32, device=index.device)
-        sums[1:, 1:].scatter_(1, chosen, 1)
-        sums = sums.cumsum(0).cumsum(1)
-        inside = (
-            sums[q.high + 1, kv.high + 1] - sums[q.low, kv.high + 1] - sums[q.high + 1, kv.low] + sums[q.low, kv.low]
-        )
-        return TileBounds(inside == 0, inside == (q.high - q.low + 1) * (kv.high - kv.low + 1))
+        taken = torch.zeros(rows, columns, dtype=torch.bool, device=index.device).scatter_(1, chosen, True)
+        return bounds_of_blocks(taken, q, kv)
 
     def choose(self, row_block: Tensor, kv_blocks: int) -> Tensor:
         """Distinct key blocks of each row block `[R, min(blocks, kv_blocks)]` (Floyd's sampling)."""

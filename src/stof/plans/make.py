@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,6 +26,10 @@ from stof.selection import MaskGeometry
 # Calls of cached plans that are part of CUDA graphs. Replays read their memory, and nothing tells when a graph has
 # gone; the cache drops plans, and a plan calls of other shapes.
 _IN_GRAPHS: set[Any] = set()
+
+# Seconds beyond which planning is logged.
+_SLOW = 2.0
+_log = logging.getLogger(__name__)
 
 plan_cache = PlanCache(max_entries=128, max_bytes=2**28)
 
@@ -107,7 +113,14 @@ def make_sized_plan(
     check_lengths(q_len, kv_len)
     mask.check(q_len, kv_len)
     geometry = MaskGeometry(mask, q_len, kv_len, batch=batch, heads=heads, device=device)
+    started = time.perf_counter()
     plan = Plan.of_mask(geometry, config, row_order)
+    seconds = time.perf_counter() - started
+    if seconds > _SLOW:
+        _log.warning(
+            "planning %s for %d queries and %d keys took %.1f s; keep the plan for later calls (stof.plan), or save it",
+            shown(mask), q_len, kv_len, seconds,
+        )  # fmt: skip
     if key is not None:
         if "<" not in mask.key:
             plan.name_after(repr(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -182,27 +183,23 @@ def _compacted(layout: Layout) -> tuple[Layout, Tensor | None]:
     return compacted, held * SPAN
 
 
-def _padded(columns: Array, keep: Array, used: Array) -> tuple[Array, Array]:
-    """Columns and mask of one step with the number of columns rounded up to a multiple of `COLUMN_MULTIPLE`.
+def _padded(columns: Array, used: Array) -> tuple[Array, int]:
+    """Columns of a step with a mask, a multiple of `COLUMN_MULTIPLE` of them, and how many new ones come first.
 
     Contiguous columns grow at their ends, but only into columns that other rows keep: the rest of the cache may be
-    uninitialised, and NaN times a weight of 0 is NaN. Scattered columns repeat their first one.
+    uninitialised, and NaN times a weight of 0 is NaN. Scattered columns repeat their first one, at the end.
     """
     missing = -len(columns) % COLUMN_MULTIPLE
     if not missing:
-        return columns, keep
+        return columns, 0
     first, last = int(columns[0]), int(columns[-1]) + 1
-    left = 0
-    if last - first == len(columns):
-        left = min(missing, first)
-        if last + missing - left > len(used) or not used[first - left : last + missing - left].all():
-            return columns, keep
-        grown = np.arange(first - left, last + missing - left)
-    else:
-        grown = np.concatenate([columns, columns[:1].repeat(missing)])
-    padded = np.zeros((len(keep), len(grown)), dtype=bool)
-    padded[:, left : left + len(columns)] = keep
-    return grown, padded
+    if last - first != len(columns):
+        return np.concatenate([columns, columns[:1].repeat(missing)]), 0
+    left = min(missing, first)
+    right = missing - left
+    if last + right > len(used) or not used[first - left : last + right].all():
+        return columns, 0
+    return np.arange(first - left, last + right), left
 
 
 def _add_blocks(writer: _Writer, kept: KeptColumns, used: Array) -> None:
@@ -224,20 +221,26 @@ def _add_blocks(writer: _Writer, kept: KeptColumns, used: Array) -> None:
 def _add_rest(writer: _Writer, kept: KeptColumns, used: Array, taken: Array | None) -> None:
     """A step for each row block, without the columns `taken` by earlier ones."""
     rest = kept if taken is None else kept.without(taken)
-    keep = None if rest.whole.all() else rest.keep()
     block_m, (first_row, stop_row) = rest.tiles.layout.config.block_m, rest.rows
-    ends = rest.bounds.tolist()
-    partial = (~rest.whole).cumsum()[rest.bounds[1:] - 1].tolist() if keep is not None else ends
-    before = 0
-    for n, (start, stop) in enumerate(itertools.pairwise(ends)):
+    bitmaps, slots = rest.tiles.tile_bitmap[rest.tile], rest.slot.astype(np.int16)
+    partial = np.concatenate([[0], (~rest.whole).cumsum()])[rest.bounds]
+    keep: Array | None = None
+    for n, (start, stop) in enumerate(itertools.pairwise(rest.bounds.tolist())):
         if start == stop and taken is not None:
             continue
         rows = first_row + n * block_m, min(first_row + (n + 1) * block_m, stop_row)
-        columns, scores = rest.columns[start:stop], None
-        if keep is not None and start < stop and partial[n] > before:
-            before = partial[n]
-            columns, scores = _padded(columns, keep[start:stop, : rows[1] - rows[0]].T, used)
-        writer.add(rest.pattern, rows, columns, scores, merge=taken is not None)
+        columns, mask = rest.columns[start:stop], None
+        if partial[n] < partial[n + 1]:
+            columns, left = _padded(columns, used)
+            # Windows and documents have few masks.
+            key = bitmaps[start:stop].tobytes(), slots[start:stop].tobytes(), rows[1] - rows[0], left, len(columns)
+            mask = writer.known.get(key)
+            if mask is None:
+                keep = rest.keep() if keep is None else keep
+                scores = np.zeros((rows[1] - rows[0], len(columns)), dtype=bool)
+                scores[:, left : left + stop - start] = keep[start:stop, : len(scores)].T
+                mask = writer.known[key] = writer.mask(scores)
+        writer.add(rest.pattern, rows, columns, mask, merge=taken is not None)
 
 
 def _add_tall(writer: _Writer, kept: KeptColumns, used: Array) -> bool:
@@ -250,14 +253,13 @@ def _add_tall(writer: _Writer, kept: KeptColumns, used: Array) -> bool:
     columns = union.nonzero()[0]
     if not len(columns) or len(columns) * len(kept.blocks) > TALL_WORK * len(kept.columns):
         return False
-    block_m = kept.tiles.layout.config.block_m
-    keep = np.zeros((len(kept.blocks) * block_m, len(columns)), dtype=bool)
+    block_m, (padded, left) = kept.tiles.layout.config.block_m, _padded(columns, used)
+    keep = np.zeros((len(kept.blocks) * block_m, len(padded)), dtype=bool)
     for n, block in enumerate(kept.blocks):
         part = kept.part(range(block, block + 1))
         if len(part.columns):
-            keep[n * block_m : (n + 1) * block_m, columns.searchsorted(part.columns)] = part.keep().T
-    columns, keep = _padded(columns, keep[: stop_row - first_row], used)
-    writer.add(kept.pattern, kept.rows, columns, keep, merge=False)
+            keep[n * block_m : (n + 1) * block_m, left + columns.searchsorted(part.columns)] = part.keep().T
+    writer.add(kept.pattern, kept.rows, padded, writer.mask(keep[: stop_row - first_row]), merge=False)
     return True
 
 
@@ -282,17 +284,25 @@ def _shared_columns(kept: KeptColumns, taken: Array | None) -> Array | None:
 
 
 class _Writer:
-    """Collects steps; shares equal masks. `spans` as of `_compacted`, to write original columns."""
+    """Collects steps; shares equal masks. `spans` as of `_compacted`, to write original columns.
+
+    Attributes:
+        masks: packed.
+        known: masks by what they are made of: where each begins, and whether some row keeps nothing.
+    """
 
     def __init__(self, spans: Array | None) -> None:
         self._spans = spans
         self.masks: list[Array] = []
+        self.known: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._steps: dict[int, list[Step]] = {}
         self._columns: list[Array] = []
         self._mask_offset = 0
         self._seen: dict[bytes, int] = {}
 
-    def add(self, pattern: int, rows: tuple[int, int], columns: Array, keep: Array | None, *, merge: bool) -> None:
+    def add(
+        self, pattern: int, rows: tuple[int, int], columns: Array, mask: tuple[int, bool] | None, *, merge: bool
+    ) -> None:
         if self._spans is not None:
             columns = self._spans[columns // SPAN] + columns % SPAN
         count = len(columns)
@@ -300,11 +310,8 @@ class _Writer:
         if count and int(columns[-1]) - first + 1 != count:
             first, number = -1, len(self._columns)
             self._columns.append(columns)
-        mask, empty = -1, 0
-        if keep is not None:
-            mask = self._add_mask(keep)
-            empty = int(not keep.any(1).all())
-        step = [pattern, *rows, first, number, count, mask, empty, int(merge), 0]
+        offset, empty = (-1, False) if mask is None else mask
+        step = [pattern, *rows, first, number, count, offset, int(empty), int(merge), 0]
         self._steps.setdefault(pattern, []).append(step)
 
     def finish(self) -> tuple[list[Step], Array]:
@@ -324,14 +331,15 @@ class _Writer:
                 group += 1
         return out, np.concatenate(columns)
 
-    def _add_mask(self, keep: Array) -> int:
+    def mask(self, keep: Array) -> tuple[int, bool]:
+        """Pack the mask of a step, bool `[rows, columns]`: where it begins, and whether some row keeps nothing."""
         packed = np.packbits(keep, axis=1, bitorder="little").reshape(-1)
         key = packed.tobytes()
         if key not in self._seen:
             self._seen[key] = self._mask_offset
             self.masks.append(packed)
             self._mask_offset += len(packed)
-        return self._seen[key]
+        return self._seen[key], not keep.any(1).all()
 
 
 def group_steps(steps: list[Step]) -> list[list[Step]]:

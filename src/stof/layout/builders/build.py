@@ -144,11 +144,10 @@ def build_pattern(head_mask: HeadMask, config: LayoutConfig) -> Pattern:
         plain = build_pattern(head_mask, config.contiguous())
         columns = plain.columns + torch.arange(config.block_n, device=plain.columns.device)
         return replace(plain, columns=torch.where(columns < head_mask.kv_len, columns, -1))
-    if head_mask.order is None:
-        tiles = tiles_of(head_mask, config.contiguous())
-        if tiles is not None:
-            plain = Pattern(*tiles)
-            return plain if config.slab is None else in_slabs(plain, head_mask.q_len, config)
+    tiles = tiles_of(head_mask, config.contiguous())
+    if tiles is not None:
+        plain = Pattern(*tiles)
+        return plain if config.slab is None else in_slabs(plain, head_mask.q_len, config)
     return Pattern.join([_compile_strip(strip, config) for strip in strips(head_mask, config.block_m)])
 
 

@@ -16,8 +16,8 @@ from stof.layout.config import LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.masks.bounds import Interval
 
-# Scores, or rectangles, evaluated at once: bounds the memory of int64 temporaries to some 100 MB.
-_AT_ONCE = 2**22
+# Scores, or rectangles, evaluated at once: their int64 temporaries fit the caches of a CPU.
+_AT_ONCE = 2**19
 # Up to this many tiles, bounds of every tile are as fast on the host, which need not wait for a GPU.
 _ON_HOST = 2**14
 # Tiles along one side of the squares whose bounds are computed first.
@@ -27,11 +27,12 @@ Tiles = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def tiles_of(head_mask: HeadMask, config: LayoutConfig) -> Tiles | None:
-    """Contiguous tiles of a mask, rows in order: fields of `slabs.Pattern`; None when its bounds are not known."""
+    """Contiguous tiles of a mask: fields of `slabs.Pattern`; None when its bounds are not known."""
     keep = head_mask.mask.as_tensor(head_mask.q_len, head_mask.kv_len)
     if keep is not None:
         number = head_mask.b if keep.shape[0] > 1 else 0, head_mask.h if keep.shape[1] > 1 else 0
-        return tiles_of_dense(keep[number][None].to(head_mask.device), config)
+        keep = keep[number].to(head_mask.device)
+        return tiles_of_dense((keep if head_mask.order is None else keep[head_mask.order])[None], config)
     grid = _Grid(head_mask, config)
     classified = grid.of_rule()
     return None if classified is None else assembled(*classified, grid.rows, grid.columns, config.block_n)
@@ -105,6 +106,16 @@ class _Grid:
         self.head_mask, self.config, self.device = head_mask, config, head_mask.device
         self.rows, self.columns = head_mask.row_blocks(config.block_m), -(-head_mask.kv_len // config.block_n)
 
+    def _queries(self, row: Tensor, square: int) -> Interval:
+        """The queries of squares; of rows out of order, a range that holds them."""
+        tall, last, order = self.config.block_m * square, self.head_mask.q_len - 1, self.head_mask.order
+        if order is None:
+            return Interval(row * tall, (row * tall + tall - 1).clamp(max=last))
+        rows = torch.arange(-(-len(order) // tall) * tall, device=order.device).clamp(max=last)
+        ordered = order[rows].view(-1, tall)
+        low, high = (ends.to(row.device)[row] for ends in (ordered.amin(1), ordered.amax(1)))
+        return Interval(low, high)
+
     def of_rule(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Numbers of full tiles, and numbers and bitmaps of partial ones; all on the device."""
         on_host = self.head_mask.is_device_independent and self.rows * self.columns <= _ON_HOST
@@ -173,9 +184,9 @@ class _Grid:
 
     def _bounds(self, row: Tensor, column: Tensor, square: int) -> tuple[Tensor, Tensor]:
         """Which squares, `square` tiles wide, keep nothing, and which everything, `[T, 1, rows, columns]`."""
-        tall, wide = self.config.block_m * square, self.config.block_n * square
+        wide = self.config.block_n * square
         bounds = self.head_mask.tile_bounds(
-            Interval(row * tall, (row * tall + tall - 1).clamp(max=self.head_mask.q_len - 1)),
+            self._queries(row, square),
             Interval(column * wide, (column * wide + wide - 1).clamp(max=self.head_mask.kv_len - 1)),
         )
         shape = np.broadcast_shapes(row.shape, column.shape)  # torch.broadcast_shapes imports sympy
@@ -188,6 +199,9 @@ class _Grid:
         row = torch.div(tiles, self.columns, rounding_mode="floor")[:, None] * self.config.block_m
         column = torch.remainder(tiles, self.columns)[:, None] * self.config.block_n
         q = row + torch.arange(self.config.block_m, device=self.device)
+        if self.head_mask.order is not None:
+            last = self.head_mask.q_len - 1
+            q = torch.where(q > last, q, self.head_mask.order[q.clamp(max=last)])
         kv = column + torch.arange(self.config.block_n, device=self.device)
         try:
             return self.head_mask.evaluate(q, kv)
