@@ -2,8 +2,8 @@
 
 The function is called once, with stand-ins for `q_idx` and `kv_idx` that hold all positions. What depends on queries
 alone, or on keys alone, is computed as usual, tables of any form among it. Only what brings queries and keys together
-has to be of a known form: a difference of positions, of grid rows or columns, or of one table's entries, compared with
-numbers; and truth values combined.
+has to be of a known form: a difference of positions (also modulo a constant), or of grid rows or columns, compared with
+numbers; entries of one table that are equal or, if the table ascends, in order; and truth values combined.
 """
 
 from __future__ import annotations
@@ -229,12 +229,12 @@ def _sum(value: _Any) -> _Sum:
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > UNBOUNDED:
-        raise NotTranslatableError(f"arithmetic with {type(value).__name__}")
+        raise NotTranslatableError("arithmetic with something else than integers")
     return _Sum(None, None, value)
 
 
 def _exact(numbers: Tensor) -> Tensor:
-    """Numbers as int64; those that sums may overflow in their dtype, or in 32 bits, have no translation."""
+    """Numbers as int64; other than integers below 2**29 they are refused, so that sums cannot overflow."""
     if numbers.dtype not in (torch.int64, torch.int32):
         raise NotTranslatableError(f"arithmetic of queries and keys in {numbers.dtype}")
     if numbers.numel() and int(numbers.abs().max()) >= 2**29:
@@ -259,10 +259,8 @@ def _between(value: _Any, low: int, high: int) -> _Value:
         return _Kept(inside if low <= 0 else inside & ~_truth(_between(value.of, 1 - low, low - 1)))
     total = _sum(value)
     low, high = _bounded(low - total.constant, high - total.constant)
-    if total.q is None or total.kv is None:
-        numbers = total.kv if total.q is None else total.q
-        assert numbers is not None
-        return _Axis(total.q is None, (numbers >= low) & (numbers <= high))
+    assert total.q is not None
+    assert total.kv is not None
     both = _Sum(total.q, total.kv, 0)
     if both.shift is None:
         negated = both.times(-1)
@@ -315,6 +313,12 @@ _ORDERED: dict[tuple[int, int], Callable[[Mask], Mask]] = {
 def _same(table: Tensor) -> Mask:
     """The mask of `table[i] == table[j]`."""
     numbers = table.cpu().numpy()
+    # Entries that are distinct within a period are equal where the distance is a multiple of it.
+    again = (numbers[1:] == numbers[0]).nonzero()[0]
+    period = int(again[0]) + 1 if again.size else len(numbers)
+    is_periodic = 1 < period < len(numbers) and np.array_equal(numbers[period:], numbers[:-period])
+    if is_periodic and len(np.unique(numbers[:period])) == period:
+        return PositionTest("distance_remainder", 0, 0, period)
     starts = np.concatenate([[0], np.diff(numbers).nonzero()[0] + 1])
     ids = np.unique(numbers[starts], return_inverse=True)[1].tolist()
     lengths = np.diff(starts, append=len(numbers)).tolist()
@@ -330,7 +334,7 @@ def _truth(value: _Any) -> Mask:
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.bool:
         value = bool(value)
     if not isinstance(value, bool):
-        raise NotTranslatableError(f"{type(value).__name__.strip('_')} as a truth value")
+        raise NotTranslatableError("a number as a truth value")
     return Full() if value else ~Full()
 
 

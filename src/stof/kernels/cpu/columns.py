@@ -62,7 +62,7 @@ class Tiles:
         return KeptColumns(self, blocks, bounds, columns, whole, places // block_n + start, places % block_n)
 
     def keep(self, tiles: Array, slots: Array) -> Array:
-        """Scores of some columns of tiles, some of them partial: bool `[n, block_m]`."""
+        """Which rows keep some columns, each named by its tile and its slot there: bool `[n, block_m]`, n at least 1."""
         keep = np.ones((len(tiles), self.layout.config.block_m), dtype=bool)
         first = int(tiles.min())
         number = self.tile_bitmap[first : int(tiles.max()) + 1]
@@ -106,7 +106,7 @@ class KeptColumns(NamedTuple):
         )  # fmt: skip
 
     def without(self, taken: Array) -> KeptColumns:
-        """Those of columns that are not taken, bool `[kv_len]`."""
+        """Those of columns where `taken`, bool `[kv_len]`, is False."""
         rest = (~taken[self.columns]).nonzero()[0]
         return self._replace(
             bounds=rest.searchsorted(self.bounds), columns=self.columns[rest], whole=self.whole[rest],
@@ -115,7 +115,7 @@ class KeptColumns(NamedTuple):
 
     @property
     def pattern(self) -> int:
-        """The pattern of the row blocks, which have one."""
+        """The pattern of the row blocks, all of which belong to one."""
         return self.blocks.start // self.tiles.layout.row_blocks
 
     @property

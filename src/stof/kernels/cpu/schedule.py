@@ -44,7 +44,7 @@ MAX_ROWS = 2048
 MAX_GATHERED_COLUMNS = 512
 
 # Tiles of a layout whose columns are held while its schedule is made: 2 KB each.
-MOST_TILES = 2**15
+MOST_HELD_TILES = 2**15
 
 # Fields of one step. A step is one attention call over some rows and columns of one pattern.
 (
@@ -137,15 +137,20 @@ def make_schedule(layout: Layout) -> Schedule:
     layout, spans = _compacted(layout.to("cpu"))
     writer = _Writer(None if spans is None else spans.numpy())
     tiles = Tiles(layout)
-    every = tiles.kept_columns(range(layout.patterns * layout.row_blocks)) if layout.tiles <= MOST_TILES else None
+    # Columns of many tiles are found twice, to bound memory.
+    every = tiles.kept_columns(range(layout.patterns * layout.row_blocks)) if layout.tiles <= MOST_HELD_TILES else None
+
+    def of(blocks: range) -> KeptColumns:
+        return tiles.kept_columns(blocks) if every is None else every.part(blocks)
+
     for pattern in range(layout.patterns):
         first = pattern * layout.row_blocks
         parts = _parts(range(first, first + layout.row_blocks), SHARED_ROWS[0], layout.config.block_m)
         used = np.zeros(layout.kv_len, dtype=bool)
         for blocks in parts:
-            used[(every or tiles.kept_columns(blocks)).part(blocks).columns] = True
+            used[of(blocks).columns] = True
         for blocks in parts:
-            _add_blocks(writer, (every or tiles.kept_columns(blocks)).part(blocks), used)
+            _add_blocks(writer, of(blocks), used)
     steps, columns = writer.finish()
     rows = torch.empty(0, dtype=torch.int64, device="cpu") if layout.row_order is None else layout.row_order.long()
     masks = np.concatenate(writer.masks) if writer.masks else np.empty(0, dtype=np.uint8)
@@ -159,7 +164,7 @@ def make_schedule(layout: Layout) -> Schedule:
 
 
 def _compacted(layout: Layout) -> tuple[Layout, Tensor | None]:
-    """The layout between fewer keys, and where each span of its keys begins among the original ones.
+    """The layout without ranges of unused keys, and the original position at which each span of its keys begins.
 
     Columns keep their order, and neighbours stay neighbours: one unused span stands for each range that is left out.
     """
@@ -239,7 +244,7 @@ def _add_rest(writer: _Writer, kept: KeptColumns, used: Array, taken: Array | No
                 keep = rest.keep() if keep is None else keep
                 scores = np.zeros((rows[1] - rows[0], len(columns)), dtype=bool)
                 scores[:, left : left + stop - start] = keep[start:stop, : len(scores)].T
-                mask = writer.known[key] = writer.mask(scores)
+                mask = writer.known[key] = writer.add_mask(scores)
         writer.add(rest.pattern, rows, columns, mask, merge=taken is not None)
 
 
@@ -259,7 +264,7 @@ def _add_tall(writer: _Writer, kept: KeptColumns, used: Array) -> bool:
         part = kept.part(range(block, block + 1))
         if len(part.columns):
             keep[n * block_m : (n + 1) * block_m, left + columns.searchsorted(part.columns)] = part.keep().T
-    writer.add(kept.pattern, kept.rows, padded, writer.mask(keep[: stop_row - first_row]), merge=False)
+    writer.add(kept.pattern, kept.rows, padded, writer.add_mask(keep[: stop_row - first_row]), merge=False)
     return True
 
 
@@ -288,7 +293,8 @@ class _Writer:
 
     Attributes:
         masks: packed.
-        known: masks by what they are made of: where each begins, and whether some row keeps nothing.
+        known: where a mask begins and whether some row keeps nothing, by the bitmaps and slots of its columns, so that
+            equal ones need not be unpacked.
     """
 
     def __init__(self, spans: Array | None) -> None:
@@ -308,7 +314,7 @@ class _Writer:
         count = len(columns)
         first, number = int(columns[0]) if count else 0, 0
         if count and int(columns[-1]) - first + 1 != count:
-            first, number = -1, len(self._columns)
+            first, number = -1, len(self._columns)  # `finish` puts the offset in its place
             self._columns.append(columns)
         offset, empty = (-1, False) if mask is None else mask
         step = [pattern, *rows, first, number, count, offset, int(empty), int(merge), 0]
@@ -331,7 +337,7 @@ class _Writer:
                 group += 1
         return out, np.concatenate(columns)
 
-    def mask(self, keep: Array) -> tuple[int, bool]:
+    def add_mask(self, keep: Array) -> tuple[int, bool]:
         """Pack the mask of a step, bool `[rows, columns]`: where it begins, and whether some row keeps nothing."""
         packed = np.packbits(keep, axis=1, bitorder="little").reshape(-1)
         key = packed.tobytes()
@@ -362,7 +368,7 @@ def group_steps(steps: list[Step]) -> list[list[Step]]:
         else:
             alike[key] = [step]
             batches.append(alike[key])
-    return sorted(batches, key=lambda batch: batch[0][MERGE])
+    return batches
 
 
 def _continues(held: list[Step], step: Step, contiguous: bool, height: int) -> bool:
