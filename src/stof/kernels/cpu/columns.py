@@ -62,7 +62,7 @@ class Tiles:
         return KeptColumns(self, blocks, bounds, columns, whole, places // block_n + start, places % block_n)
 
     def keep(self, tiles: Array, slots: Array) -> Array:
-        """Which rows keep some columns, each named by its tile and its slot there: bool `[n, block_m]`, n at least 1."""
+        """Which rows keep each of some columns, at least one, named by tile and slot: bool `[n, block_m]`."""
         keep = np.ones((len(tiles), self.layout.config.block_m), dtype=bool)
         first = int(tiles.min())
         number = self.tile_bitmap[first : int(tiles.max()) + 1]

@@ -1,4 +1,4 @@
-"""Tiles of slabs, neighbouring columns that are gathered together, from contiguous tiles."""
+"""Contiguous tiles turned into tiles gathered from slabs: short runs of neighbouring columns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from stof.layout import bitmaps as bits
 from stof.layout.config import LayoutConfig
 
-# Scores of the row blocks that are looked at together: bounds memory, as some bytes a column and one a partial score.
+# Scores processed at once. Temporaries take some bytes for each column, and one for each score of a partial tile.
 _AT_ONCE = 2**25
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tiles of consecutive row blocks; bitmaps not yet deduplicate, tile order already final."""
+    """Tiles of consecutive row blocks; bitmaps not yet deduplicated, tile order already final."""
 
     tile_count: Tensor  # [n] tiles of each row block
     partial_count: Tensor  # [n]
@@ -74,7 +74,7 @@ class SlabTiles(NamedTuple):
 
 
 def slab_tiles(slabs: Slabs, count: int, config: LayoutConfig) -> SlabTiles:
-    """Put the slabs of `count` row blocks into tiles.
+    """Put the slabs of `count` row blocks into tiles, partial ones first.
 
     Full slabs fill full tiles; the few left over join the partial ones.
     """
@@ -154,7 +154,8 @@ def _in_slabs(plain: Pattern, numbers: Tensor, q_len: int, config: LayoutConfig)
     slabs = Slabs(owner[tile], plain.columns[tile, 0] + first, full.all(-1)[needed.any(-1)])
     chosen = slab_tiles(slabs, len(numbers), config)
 
-    # Rows of a column side by side; those of a tile that keeps everything come last, then those of none.
+    # As [tile, column, row], with two tiles more: one that keeps everything, for full tiles, and one that keeps nothing,
+    # for unused slots: their number -1 is the last entry of `source`.
     ends = torch.zeros(2, block_n, block_m, dtype=torch.bool, device=device)
     ends[0] = True
     by_column = torch.cat([keep.mT, ends])
