@@ -93,8 +93,11 @@ PATTERNS = {
         lambda b, h, q, kv: ((q // 9 - kv // 9).abs() <= 1) & (q % 9 - kv % 9 <= 2) | (q % 7 == 3)
     ),
     "function of distances": masks.from_function(
-        lambda b, h, q, kv: ((q - kv + 2) % 5 == 1) & (kv - q < 30) | ~(kv % 4 < 3) & (q // 8 >= kv // 8)
+        lambda b, h, q, kv: (
+            ((q - kv + 2) % 5 == 1) & ((q - kv) % 6 < 4) & (kv - q < 30) | ~(kv % 4 < 3) & (q // 8 >= kv // 8)
+        )
     ),
+    "function of a remainder": masks.from_function(lambda b, h, q, kv: ((q - kv - 3) % 7 >= 2) & ((q - kv) % 7 < 6)),
     "function of tokens": masks.from_function(lambda b, h, q, kv: MANY[q] ^ (MANY[kv] | (q > kv))),
     "negated composition": ~(masks.causal() & ~(masks.sliding_window(9) | masks.padding(40))),
 }

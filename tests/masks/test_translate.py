@@ -15,7 +15,7 @@ from torch import Tensor
 
 import stof
 from stof import masks
-from stof.masks import Mask
+from stof.masks import Mask, translate
 from stof.masks.functions import FunctionMask
 from stof.masks.gpu_program import programs_of
 from stof.testing import assert_attention, make_inputs
@@ -116,9 +116,11 @@ def functions() -> st.SearchStrategy[Value]:
 @given(fn=functions(), b=st.integers(0, 1), h=st.integers(0, 2))
 @examples(100)
 def test_translations_keep_the_same_scores(fn: Value, b: int, h: int) -> None:
-    program = FunctionMask(fn).translated(b, h, Q, K)
-    if program is not None:
-        assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(fn, b, h))
+    try:  # without the comparison with the function, which looks at some scores alone
+        program = translate.translated(fn, b, h, Q, K, torch.device("cpu"))
+    except translate.NotTranslatableError:
+        return
+    assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(fn, b, h))
 
 
 TRANSLATED: dict[str, tuple[Value, str]] = {
@@ -214,3 +216,36 @@ def test_functions_of_public_code(name: str) -> None:
         if program is not None:
             assert torch.equal(program.to_dense(length)[0, 0], expected[b, h])
             assert programs_of(mask, length, length, [(b, h)]) is not None
+
+
+WIDE = torch.tensor([3, 2**31 - 1])
+BYTES = torch.arange(64, dtype=torch.uint8)
+SMALL = torch.arange(64, dtype=torch.int32)
+LOWEST = torch.where(torch.arange(64) == 0, -(2**31), torch.arange(64) // 3).int()
+EXACT = {
+    "open remainder": lambda b, h, q, k: (q - k) % 5 < 3,
+    "flipped remainder": lambda b, h, q, k: 3 >= (q - k) % 5,  # noqa: SIM300
+    "wide window": lambda b, h, q, k: (q - k <= WIDE[h]) & (k - q <= WIDE[h]),
+    "widest window": lambda b, h, q, k: q - k <= 2**31 - 1 - 40,
+    "large constant": lambda b, h, q, k: (q - k) + (2**31 - 40) > 0,
+    "large quotient": lambda b, h, q, k: (q - k) // 2 < 2**31 - 1 - 20,
+    "bytes and heads": lambda b, h, q, k: (BYTES[q] - h >= 0) & (q >= k),
+    "32 bits and heads": lambda b, h, q, k: (k.int() < (WIDE + 2**31)[h]) & (q >= k),
+    "8 bits and heads": lambda b, h, q, k: (q.to(torch.int8) + h * 100 >= 0) & (q >= k),
+    "32-bit product": lambda b, h, q, k: (SMALL[q] * 2**23 - SMALL[k] * 2**23) * 5 >= 0,
+    "32-bit constant": lambda b, h, q, k: (q.int() - k.int()) + (2**31 - 20) > 0,
+    "lowest number": lambda b, h, q, k: LOWEST[q] - LOWEST[k] >= 0,
+    "where as a method": lambda b, h, q, k: (q >= k).where(q - k < 30, k == 11),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_translations_are_exact_or_refused(name: str) -> None:
+    """Without the comparison with the function, which looks at some scores alone."""
+    for b, h in ((0, 0), (1, 1)):
+        device = torch.device("cpu")
+        try:
+            program = translate.translated(EXACT[name], b, h, Q, K, device)
+        except translate.NotTranslatableError:
+            continue
+        assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(EXACT[name], b, h))

@@ -50,13 +50,11 @@ class _Calling:
     Attributes:
         elementwise: whether to call them on broadcast tensors; else under vmap.
         compared: logarithms of the lengths at which calls on broadcast tensors were compared with single calls.
-        translated: logarithms of the lengths at which a translation was compared with the function.
         row_orders: of a translation; None before one was asked for.
     """
 
     elementwise: bool
     compared: set[tuple[int, int]] = field(default_factory=set)
-    translated: set[tuple[int, int]] = field(default_factory=set)
     row_orders: tuple[str, ...] | None = None
 
 
@@ -71,6 +69,7 @@ class _Known:
         calling: how it is called on tensors.
         closed_form: whether to run it on ranges.
         compared: as in `calling`, of calls on ranges: bounds of its own tables decide these.
+        translated: batch entries, heads and lengths at which a translation was compared with the function.
         read: `_read_by` the function when it was traced.
         copies: of the tensors in `read`; None where it was not told which of the record's tensors they are.
     """
@@ -83,6 +82,7 @@ class _Known:
     read: _Read | None = None
     copies: list[Tensor] | None = None
     compared: set[tuple[int, int]] = field(default_factory=set)
+    translated: set[tuple[int, int, int, int]] = field(default_factory=set)
 
 
 # By function.
@@ -221,8 +221,7 @@ class FunctionMask(Mask):
             _say_untranslated(getattr(self.fn, "__qualname__", function_name(self.fn)), str(error))
             return None
         self.refuse_changed()  # meanwhile
-        lengths = (q_len.bit_length(), kv_len.bit_length())
-        if lengths not in known.calling.translated:
+        if (b, h, q_len, kv_len) not in known.translated:
             at = [torch.tensor(number, device=device).view(1) for number in (b, h)]
             q, kv = (torch.arange(n, device=device) for n in (q_len, kv_len))
             rows = Index.make(_some_of(q), _some_of(kv), q_len=q_len, kv_len=kv_len, b=at[0], h=at[1])
@@ -232,7 +231,7 @@ class FunctionMask(Mask):
             if not torch.equal(expected, found):  # a fault of ours
                 _say_untranslated(self.name, f"{mask} keeps other scores; please report this")
                 return None
-            known.calling.translated.add(lengths)
+            known.translated.add((b, h, q_len, kv_len))
         return mask
 
     @past_modes

@@ -388,13 +388,9 @@ def _position_test(to: _Writer, mask: PositionTest, at: _Place) -> int:
     if mask.tested in ("query_remainder", "key_remainder"):
         of_key = (mask.tested == "key_remainder") is not at.swapped
         return to.add(Op.KEY_REMAINDER if of_key else Op.QUERY_REMAINDER, low, high, size=size, at=at)
-    shift = -mask.shift if at.swapped else mask.shift
-    if at.swapped:  # the remainder of a negative distance
-        low, high = max(low, 0), min(high, size - 1)
-        if low == 0 < high < size - 1:
-            raise _NotWritableError
-        if low:
-            low, high = size - high, size - low
+    shift, low, high = mask.shift, max(low, 0), min(high, size - 1)
+    if at.swapped:  # -x is congruent to one of low .. high where x + high is to one of 0 .. high - low
+        shift, low, high = high - shift, 0, high - low
     extra = shift + _multiple(size, to.kv_len + at.j_shift - at.i_shift - shift)
     if to.q_len + max(at.i_shift - at.j_shift, 0) + extra >= _FURTHEST:
         raise _NotWritableError

@@ -25,6 +25,8 @@ from stof.masks.single_calls import MaskFunction
 
 # Runs of tokens up to which each is a test of its own; more are looked up in a table.
 _FEW_RUNS = 4
+# Stays beyond 32 bits with any constant added.
+_INFINITE = 2**62
 
 
 class NotTranslatableError(Exception):
@@ -43,7 +45,8 @@ def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int, device
     Raises:
         NotTranslatableError: the function is of another form, or raises.
     """
-    batch, head = (torch.tensor(number, device=device) for number in (b, h))
+    # Of one dimension, as positions are: others promote dtypes differently.
+    batch, head = (torch.tensor([number], device=device) for number in (b, h))
     q, kv = (_Axis(of_keys, torch.arange(n, device=device)) for of_keys, n in ((False, q_len), (True, kv_len)))
     try:
         return _mask(fn(batch, head, q, kv))  # type: ignore[arg-type]
@@ -115,22 +118,33 @@ class _Axis(_Value):
 
 @dataclass(eq=False)
 class _Sum(_Value):
-    """The number `q[i] + kv[j] + constant` of query i and key j; int64, or None where it does not depend on them."""
+    """The number `q[i] + kv[j] + constant` of query i and key j; int64, or None where it does not depend on them.
+
+    Attributes:
+        most: no `q[i] + kv[j]` is further from 0.
+    """
 
     q: Tensor | None
     kv: Tensor | None
     constant: int
+    most: int
 
     def times(self, factor: int) -> _Sum:
         q, kv = (None if x is None else x * factor for x in (self.q, self.kv))
-        return _Sum(q, kv, self.constant * factor)
+        return _Sum(q, kv, self.constant * factor, self.most * abs(factor))
+
+    def exact(self) -> _Sum:
+        """Itself, as a result of arithmetic that may have been done in 32 bits."""
+        if self.most + abs(self.constant) >= 2**30:
+            raise NotTranslatableError("arithmetic that 32 bits may not hold")
+        return self
 
     def plus(self, other: _Sum) -> _Sum:
         q, kv = (
             one if two is None else two if one is None else one + two
             for one, two in ((self.q, other.q), (self.kv, other.kv))
         )
-        return _Sum(q, kv, self.constant + other.constant)
+        return _Sum(q, kv, self.constant + other.constant, self.most + other.most)
 
     @property
     def shift(self) -> int | None:
@@ -190,6 +204,8 @@ def _applied(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     name = _name(function)
     if name == "div" and kwargs == {"rounding_mode": "floor"}:
         name, kwargs = "floor_divide", {}
+    if function is Tensor.where:
+        args = args[1], args[0], *args[2:]
     if kwargs or name not in _TOGETHER:
         raise NotTranslatableError(f"{name} of queries and keys together")
     return _TOGETHER[name](*args)
@@ -224,22 +240,23 @@ def _sum(value: _Any) -> _Sum:
     if isinstance(value, _Sum):
         return value
     if isinstance(value, _Axis):
-        numbers = _exact(value.values)
-        return _Sum(None, numbers, 0) if value.of_keys else _Sum(numbers, None, 0)
+        numbers, most = _exact(value.values)
+        return _Sum(None, numbers, 0, most) if value.of_keys else _Sum(numbers, None, 0, most)
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > UNBOUNDED:
         raise NotTranslatableError("arithmetic with something else than integers")
-    return _Sum(None, None, value)
+    return _Sum(None, None, value, 0)
 
 
-def _exact(numbers: Tensor) -> Tensor:
-    """Numbers as int64; other than integers below 2**29 they are refused, so that sums cannot overflow."""
+def _exact(numbers: Tensor) -> tuple[Tensor, int]:
+    """Numbers as int64, and how far from 0 they are; others than integers below 2**29 are refused."""
     if numbers.dtype not in (torch.int64, torch.int32):
         raise NotTranslatableError(f"arithmetic of queries and keys in {numbers.dtype}")
-    if numbers.numel() and int(numbers.abs().max()) >= 2**29:
+    most = max(int(numbers.max()), -int(numbers.min()))
+    if most >= 2**29:
         raise NotTranslatableError("arithmetic with numbers of 2**29 and more")
-    return numbers.long()
+    return numbers.long(), most
 
 
 def _offset(numbers: Tensor) -> int | None:
@@ -251,7 +268,9 @@ def _offset(numbers: Tensor) -> int | None:
 def _between(value: _Any, low: int, high: int) -> _Value:
     """Whether a number is from `low` to `high`."""
     if isinstance(value, _Remainder):
-        return _Kept(PositionTest("distance_remainder", *_bounded(low, high), value.size, value.shift))
+        return _Kept(
+            PositionTest("distance_remainder", max(low, 0), min(high, value.size - 1), value.size, value.shift)
+        )
     if isinstance(value, _Quotient):
         return _between(value.of, low * value.size, high * value.size + value.size - 1)
     if isinstance(value, _Absolute):
@@ -261,7 +280,7 @@ def _between(value: _Any, low: int, high: int) -> _Value:
     low, high = _bounded(low - total.constant, high - total.constant)
     assert total.q is not None
     assert total.kv is not None
-    both = _Sum(total.q, total.kv, 0)
+    both = _Sum(total.q, total.kv, 0, total.most)
     if both.shift is None:
         negated = both.times(-1)
         if negated.shift is None:
@@ -374,7 +393,7 @@ def _constant(value: _Any) -> int:
 
 def _multiplied(one: _Any, other: _Any) -> _Value:
     number, factor = (one, other) if isinstance(one, _Value) else (other, one)
-    return _sum(number).times(_constant(factor))
+    return _sum(number).times(_constant(factor)).exact()
 
 
 def _remainder(value: _Any, size: _Any) -> _Value:
@@ -434,18 +453,18 @@ def _chosen(condition: _Any, one: _Any, other: _Any) -> _Kept:
 
 # Functions of what depends on queries and keys, by name. Python passes the operands of reversed operators swapped.
 _TOGETHER: dict[str, Callable[..., _Value]] = {
-    "add": lambda one, other: _sum(one).plus(_sum(other)),
-    "sub": lambda one, other: _sum(one).plus(_sum(other).times(-1)),
-    "rsub": lambda one, other: _sum(other).plus(_sum(one).times(-1)),
+    "add": lambda one, other: _sum(one).plus(_sum(other)).exact(),
+    "sub": lambda one, other: _sum(one).plus(_sum(other).times(-1)).exact(),
+    "rsub": lambda one, other: _sum(other).plus(_sum(one).times(-1)).exact(),
     "neg": lambda value: _sum(value).times(-1),
     "mul": _multiplied,
     "abs": lambda value: _Absolute(_sum(value)),
     "remainder": _remainder,
     "floor_divide": _quotient,
-    "ge": _compared(0, UNBOUNDED),
-    "gt": _compared(1, UNBOUNDED),
-    "le": _compared(-UNBOUNDED, 0),
-    "lt": _compared(-UNBOUNDED, -1),
+    "ge": _compared(0, _INFINITE),
+    "gt": _compared(1, _INFINITE),
+    "le": _compared(-_INFINITE, 0),
+    "lt": _compared(-_INFINITE, -1),
     "eq": _equal,
     "ne": lambda one, other: _not(_equal(one, other)),
     "and": lambda one, other: _Kept(_truth(one) & _truth(other)),

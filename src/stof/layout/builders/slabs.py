@@ -154,8 +154,8 @@ def _in_slabs(plain: Pattern, numbers: Tensor, q_len: int, config: LayoutConfig)
     slabs = Slabs(owner[tile], plain.columns[tile, 0] + first, full.all(-1)[needed.any(-1)])
     chosen = slab_tiles(slabs, len(numbers), config)
 
-    # As [tile, column, row], with two tiles more: one that keeps everything, for full tiles, and one that keeps nothing,
-    # for unused slots: their number -1 is the last entry of `source`.
+    # As [tile, column, row], with two tiles more: one that keeps everything, for full tiles, and one that keeps
+    # nothing, for unused slots: their number -1 is the last entry of `source`.
     ends = torch.zeros(2, block_n, block_m, dtype=torch.bool, device=device)
     ends[0] = True
     by_column = torch.cat([keep.mT, ends])
