@@ -46,7 +46,7 @@ def of_documents(*ends: int) -> masks.Mask:
 def test_later_masks_of_a_structure_take_the_choice_of_the_first(alike: list[masks.Mask]) -> None:
     """Of the same block sizes and row order; results are those of each mask."""
     inputs = make_inputs(heads=2, q_len=LENGTH, kv_len=LENGTH, head_dim=8).qkv
-    with mock.patch.object(host_layout, "own_layout", wraps=host_layout.own_layout) as own:
+    with mock.patch.object(host_layout, "best_layout", wraps=host_layout.best_layout) as own:
         plans = [stof.plan(mask, LENGTH) for mask in alike]
     assert own.call_count == 1
     assert len({(plan.layout.config, plan.permuted_rows) for plan in plans}) == 1

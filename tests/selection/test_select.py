@@ -19,7 +19,7 @@ from stof.kernels.config import KernelConfig
 from stof.layout import Layout, in_columns, statistics
 from stof.layout.orders.named import by_remainder
 from stof.layout.orders.search import CLUSTERED
-from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, candidates, choose, failures, own_layout, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, KernelChoice, best_layout, candidates, choose, failures, select
 from stof.testing import assert_attention, make_inputs
 from tests.selection.fakes import GPU, H200_SHARED, Geometry, call_of, fake_gpu
 
@@ -293,12 +293,12 @@ def test_good_masks_pay_for_no_search(
     assert geometry.searches == 0
 
 
-def test_own_layouts_on_a_cpu_take_the_best_order() -> None:
+def test_best_layouts_on_a_cpu_take_the_best_order() -> None:
     """Named orders first; one found by looking where those do not help; the rows' own where nothing does."""
     device = torch.device("cpu")
 
     def own(mask: masks.Mask, **options: Any) -> Layout:
-        return in_columns(own_layout(mask, 512, 512, batch=1, heads=1, device=device, **options).layout)
+        return in_columns(best_layout(mask, 512, 512, batch=1, heads=1, device=device, **options).layout)
 
     dilated = own(masks.dilated_window(511, dilation=8))
     assert dilated.row_order is not None

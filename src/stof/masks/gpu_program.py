@@ -113,6 +113,8 @@ def programs_of(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int
 
     The last programs of a mask are kept with it: its layouts and their kernels ask for the same ones.
     """
+    if mask.may_change:  # what a function reads may be another in the next call
+        return _written(mask, q_len, kv_len, entries)
     key = (q_len, kv_len, tuple(entries))
     last: tuple[Any, Programs | None] | None = mask.__dict__.get("_programs")
     if last is None or last[0] != key:

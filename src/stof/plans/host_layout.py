@@ -10,7 +10,7 @@ from stof.layout import Layout, LayoutConfig
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import check_tiles
 from stof.plans.kept_choices import kept_by_structure
-from stof.selection import MaskGeometry, default_config, own_layout
+from stof.selection import MaskGeometry, best_layout, default_config
 
 
 class _Chosen(NamedTuple):
@@ -36,7 +36,7 @@ def host_layout(geometry: MaskGeometry, row_order: Tensor | None) -> Layout:
         near = kept.near(geometry.statistics)
         if near is not None:
             return geometry.build(*near.choice)
-    own = own_layout(
+    best = best_layout(
         geometry.mask,
         geometry.q_len,
         geometry.kv_len,
@@ -45,6 +45,6 @@ def host_layout(geometry: MaskGeometry, row_order: Tensor | None) -> Layout:
         device=geometry.device,
         row_order=row_order,
     )
-    if kept is not None and own.is_regular:
-        kept.keep(geometry.statistics, _Chosen(own.layout.config, own.row_order), repr(geometry.mask))
-    return own.layout
+    if kept is not None and best.is_regular:
+        kept.keep(geometry.statistics, _Chosen(best.layout.config, best.row_order), repr(geometry.mask))
+    return best.layout

@@ -124,7 +124,7 @@ class Plan(Numbered):
         *,
         call_sizes: CallSizes,
         layout: Layout | None = None,
-        whole: Layout | None = None,
+        contiguous: Layout | None = None,
         geometry: MaskGeometry | None = None,
     ) -> None:
         self.mask_text = mask_text
@@ -132,7 +132,7 @@ class Plan(Numbered):
         self.mask_batch, self.mask_heads = mask_sizes
         self.batch, self.heads = call_sizes
         self.device = device
-        given = layout if whole is None else whole
+        given = layout if contiguous is None else contiguous
         self.permuted_rows = given is not None and given.row_order is not None
         self.fixed = layout.config if layout is not None and device.type == "cuda" else None
         self.mask_geometry = geometry
@@ -140,7 +140,7 @@ class Plan(Numbered):
         if device.type == "cuda":
             self.geometry = geometry if layout is None else LayoutGeometry(layout)
         self._layout = layout
-        self._whole = whole  # contiguous tiles of `layout`, which is made of them when it is asked for
+        self._contiguous = contiguous  # contiguous tiles of `layout`, which is made of them when it is asked for
         self._layouts: dict[tuple[LayoutConfig, str | None], Layout] = {}
         self._prepared: dict[KernelChoice, Any] = {}
         self._choices: Decisions = {}
@@ -192,7 +192,7 @@ class Plan(Numbered):
         return Plan(mask_text, lengths, sizes, layout.device, call_sizes=call_sizes, layout=layout, geometry=origin)
 
     @staticmethod
-    def of_whole_tiles(layout: Layout, geometry: MaskGeometry) -> Plan:
+    def of_contiguous_tiles(layout: Layout, geometry: MaskGeometry) -> Plan:
         """Return a plan on the CPU of a mask's layout of contiguous tiles, which every call uses."""
         sizes = (layout.mask_batch, layout.mask_heads)
         return Plan(
@@ -201,7 +201,7 @@ class Plan(Numbered):
             sizes,
             layout.device,
             call_sizes=call_sizes_of(geometry.mask, sizes),
-            whole=layout,
+            contiguous=layout,
             geometry=geometry,
         )
 
@@ -232,7 +232,7 @@ class Plan(Numbered):
                 return Plan.of_layout(layout, repr(mask), geometry)
             if device.type == "cuda":
                 return Plan.of_layout(in_columns(layout), repr(mask), geometry)
-            return Plan.of_whole_tiles(layout, geometry)
+            return Plan.of_contiguous_tiles(layout, geometry)
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
         """Raise if the call's lengths, batch, heads or device are not the plan's; errors as of `calls.check_fit`."""
@@ -262,8 +262,8 @@ class Plan(Numbered):
     def layout(self) -> Layout:
         """The layout that is saved, drawn and counted. Calls may use other layouts."""
         if self._layout is None:
-            if self._whole is not None:
-                build = partial(in_columns, self._whole)
+            if self._contiguous is not None:
+                build = partial(in_columns, self._contiguous)
             else:
                 build = partial(self._build, default_config(self.device), None)
             self._layout = outside_graph_pool(self.device, build)
@@ -273,7 +273,7 @@ class Plan(Numbered):
     @property
     def call_layout(self) -> Layout:
         """The layout of calls for which no other is chosen."""
-        return self.layout if self._whole is None else self._whole
+        return self.layout if self._contiguous is None else self._contiguous
 
     def choice(self, call: CallSpec, implementation: str | None = None) -> KernelChoice:
         """Return the fastest candidate for a call, among those of `implementation` if it is given; decided once."""
@@ -453,8 +453,9 @@ class Plan(Numbered):
         )
         if self.device.type != "cuda" or self.fixed is not None:
             layout = outside_graph_pool(self.device, partial(grown, self.call_layout))
-            whole = self._whole is not None
-            return Plan.of_whole_tiles(layout, geometry) if whole else Plan.of_layout(layout, repr(mask), geometry)
+            if self._contiguous is not None:
+                return Plan.of_contiguous_tiles(layout, geometry)
+            return Plan.of_layout(layout, repr(mask), geometry)
         plan = Plan.of_mask(geometry)
         every = {key: layout for key, layout in self._layouts.items() if key[1] is None}
         plan._layouts = outside_graph_pool(self.device, lambda: {key: grown(each) for key, each in every.items()})
@@ -472,7 +473,7 @@ class Plan(Numbered):
     def bytes(self) -> int:
         """Return the bytes of all layouts, of what is prepared from them, and of tensors that the mask holds."""
         # list() copies: another thread may add an entry meanwhile.
-        layouts = [*self._layouts.values(), *(one for one in (self._layout, self._whole) if one is not None)]
+        layouts = [*self._layouts.values(), *(one for one in (self._layout, self._contiguous) if one is not None)]
         tensors = [tensor for layout in layouts for tensor in layout.tensors().values()]
         for prepared in list(self._prepared.values()):
             tensors += tensors_of(prepared)
@@ -514,5 +515,5 @@ class Plan(Numbered):
 
     def __repr__(self) -> str:
         text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
-        tiles = "not built" if self._layout is None and self._whole is None else str(self.layout.tiles)
+        tiles = "not built" if self._layout is None and self._contiguous is None else str(self.layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"

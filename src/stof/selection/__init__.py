@@ -1,7 +1,7 @@
 """Which implementation runs a call and how: capabilities declared once, refusals reported together, times estimated."""
 
 from stof.selection.capabilities import CallSpec, Capabilities
-from stof.selection.default_layout import default_config, own_layout
+from stof.selection.default_layout import best_layout, default_config
 from stof.selection.gpu_choices import gpu_choices, reads_unseen_too
 from stof.selection.implementations import IMPLEMENTATIONS, Implementation
 from stof.selection.kernel_choice import KernelChoice
@@ -32,6 +32,7 @@ __all__ = [
     "LayoutGeometry",
     "MaskGeometry",
     "TokenOrder",
+    "best_layout",
     "better_token_order",
     "candidates",
     "choose",
@@ -40,7 +41,6 @@ __all__ = [
     "failures",
     "first_of",
     "gpu_choices",
-    "own_layout",
     "reads_unseen_too",
     "refusals",
     "weighed",

@@ -14,7 +14,7 @@ from stof.layout.orders.search import CLUSTERED, GOOD_ENOUGH, WORTH, RowOrders
 from stof.masks import Mask
 
 
-class OwnLayout(NamedTuple):
+class BestLayout(NamedTuple):
     """A layout of contiguous tiles.
 
     Attributes:
@@ -28,7 +28,7 @@ class OwnLayout(NamedTuple):
     is_regular: bool
 
 
-def own_layout(
+def best_layout(
     mask: Mask,
     q_len: int,
     kv_len: int,
@@ -37,7 +37,7 @@ def own_layout(
     heads: int,
     device: torch.device,
     row_order: Tensor | None = None,
-) -> OwnLayout:
+) -> BestLayout:
     """The layout that suits a mask best on the CPU, whose kernel reads the columns of tiles that row blocks keep.
 
     Where the rows' own order computes more than `GOOD_ENOUGH` times what is needed, others are tried: those the mask
@@ -60,13 +60,13 @@ def own_layout(
             computed[searched] = _column_scores(reordered[searched]).computed
         best = min(computed, key=lambda name: computed[name], default=None)
         if best is not None and computed[best] <= most:
-            return OwnLayout(reordered[best], best, best != CLUSTERED)
+            return BestLayout(reordered[best], best, best != CLUSTERED)
     better = _refined_config(layout, count)
-    return OwnLayout(layout if better == layout.config else built(better, row_order), None, row_order is None)
+    return BestLayout(layout if better == layout.config else built(better, row_order), None, row_order is None)
 
 
 def default_config(device: torch.device) -> LayoutConfig:
-    """Block sizes of a plan's own layout, which pictures, files and the CPU use; `own_layout` may improve on them.
+    """Block sizes of a plan's own layout, which pictures, files and the CPU use; `best_layout` may improve on them.
 
     On the CPU 64 rows are fastest on Longformer and BigBird masks at S = 4096, and within 3 % of the best height on
     strided and causal ones (2 cores, fp32; benchmarks/attention/cpu_constants.py). Calls on a GPU get the layout of

@@ -22,15 +22,15 @@ class Tiles:
         layout: on the CPU.
         row_block_ptr, tile_bitmap: of the layout.
         bitmaps: its bitmaps as bytes, uint8 `[U, block_m, 4 * words]`.
-        live, whole: bool `[U, block_n]`, columns of a bitmap of which some, and all rows are kept.
+        any_row, all_rows: bool `[U, block_n]`, columns of a bitmap of which some, and all rows are kept.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.row_block_ptr, self.tile_bitmap = layout.row_block_ptr.numpy(), layout.tile_bitmap.numpy()
         self.bitmaps = layout.bitmaps.numpy().astype("<i4", copy=False).view(np.uint8)
-        self.live = self._unpacked(np.bitwise_or.reduce(self.bitmaps, 1))
-        self.whole = self._unpacked(np.bitwise_and.reduce(self.bitmaps, 1))
+        self.any_row = self._unpacked(np.bitwise_or.reduce(self.bitmaps, 1))
+        self.all_rows = self._unpacked(np.bitwise_and.reduce(self.bitmaps, 1))
 
     def _unpacked(self, packed: Array) -> Array:
         """Bits of the columns of tiles, bool `[..., block_n]`."""
@@ -45,21 +45,21 @@ class Tiles:
         number = self.tile_bitmap[start:stop]
         partial = (number >= 0).nonzero()[0]
         here = columns >= 0
-        here[partial] &= self.live[number[partial]]
-        whole = np.ones_like(here)
-        whole[partial] = self.whole[number[partial]]
+        here[partial] &= self.any_row[number[partial]]
+        all_rows = np.ones_like(here)
+        all_rows[partial] = self.all_rows[number[partial]]
         owner = np.repeat(np.arange(blocks.start, blocks.stop), np.diff(pointers))
         left = layout.q_len % layout.config.block_m
         if left:  # of each pattern's last row block
             last = partial[(owner[partial] + 1) % layout.row_blocks == 0]
-            whole[last] = self._unpacked(np.bitwise_and.reduce(self.bitmaps[number[last], :left], 1))
+            all_rows[last] = self._unpacked(np.bitwise_and.reduce(self.bitmaps[number[last], :left], 1))
         places = here.reshape(-1).nonzero()[0]
         key = (owner[:, None] * layout.kv_len + columns).reshape(-1)[places]
         order = key.argsort(kind="stable")
         bounds = key[order].searchsorted(np.arange(blocks.start, blocks.stop + 1) * layout.kv_len)
         places = places[order]
-        columns, whole = columns.reshape(-1)[places], whole.reshape(-1)[places]
-        return KeptColumns(self, blocks, bounds, columns, whole, places // block_n + start, places % block_n)
+        columns, all_rows = columns.reshape(-1)[places], all_rows.reshape(-1)[places]
+        return KeptColumns(self, blocks, bounds, columns, all_rows, places // block_n + start, places % block_n)
 
     def keep(self, tiles: Array, slots: Array) -> Array:
         """Which rows keep each of some columns, at least one, named by tile and slot: bool `[n, block_m]`."""
@@ -81,7 +81,7 @@ class KeptColumns(NamedTuple):
         tiles: of the layout.
         blocks: numbers of the row blocks.
         bounds: where the columns of each row block begin, and the end.
-        columns, whole: each column, and whether all rows of the block keep it.
+        columns, all_rows: each column, and whether all rows of the block keep it.
         tile, slot: where it stands: tile of the layout, and column of the tile.
     """
 
@@ -89,7 +89,7 @@ class KeptColumns(NamedTuple):
     blocks: range
     bounds: Array
     columns: Array
-    whole: Array
+    all_rows: Array
     tile: Array
     slot: Array
 
@@ -101,7 +101,7 @@ class KeptColumns(NamedTuple):
         bounds = self.bounds[first : first + len(blocks) + 1]
         here = slice(int(bounds[0]), int(bounds[-1]))
         return self._replace(
-            blocks=blocks, bounds=bounds - bounds[0], columns=self.columns[here], whole=self.whole[here],
+            blocks=blocks, bounds=bounds - bounds[0], columns=self.columns[here], all_rows=self.all_rows[here],
             tile=self.tile[here], slot=self.slot[here],
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class KeptColumns(NamedTuple):
         """Those of columns where `taken`, bool `[kv_len]`, is False."""
         rest = (~taken[self.columns]).nonzero()[0]
         return self._replace(
-            bounds=rest.searchsorted(self.bounds), columns=self.columns[rest], whole=self.whole[rest],
+            bounds=rest.searchsorted(self.bounds), columns=self.columns[rest], all_rows=self.all_rows[rest],
             tile=self.tile[rest], slot=self.slot[rest],
         )  # fmt: skip
 

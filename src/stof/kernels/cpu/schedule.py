@@ -228,7 +228,7 @@ def _add_rest(writer: _Writer, kept: KeptColumns, used: Array, taken: Array | No
     rest = kept if taken is None else kept.without(taken)
     block_m, (first_row, stop_row) = rest.tiles.layout.config.block_m, rest.rows
     bitmaps, slots = rest.tiles.tile_bitmap[rest.tile], rest.slot.astype(np.int16)
-    partial = np.concatenate([[0], (~rest.whole).cumsum()])[rest.bounds]
+    partial = np.concatenate([[0], (~rest.all_rows).cumsum()])[rest.bounds]
     keep: Array | None = None
     for n, (start, stop) in enumerate(itertools.pairwise(rest.bounds.tolist())):
         if start == stop and taken is not None:
@@ -279,7 +279,7 @@ def _shared_columns(kept: KeptColumns, taken: Array | None) -> Array | None:
     blocks = len(kept.blocks)
     if blocks < 2:
         return None
-    columns = kept.columns[kept.whole]
+    columns = kept.columns[kept.all_rows]
     if len(columns) < blocks * SHARED_COLUMNS:
         return None
     shared: Array = np.bincount(columns, minlength=kept.tiles.layout.kv_len) == blocks
