@@ -253,8 +253,7 @@ class Counted(masks.Mask):
     def __repr__(self) -> str:
         return "counted()"
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
         return ("remainder 4", "patch 2 5 1 1")
 
     def evaluate(self, index: Index) -> Tensor:

@@ -117,7 +117,7 @@ def functions() -> st.SearchStrategy[Value]:
 @examples(100)
 def test_translations_keep_the_same_scores(fn: Value, b: int, h: int) -> None:
     try:  # without the comparison with the function, which looks at some scores alone
-        program = translate.translated(fn, b, h, Q, K, torch.device("cpu"))
+        program = translate.translated(fn, b, h, Q, K)
     except translate.NotTranslatableError:
         return
     assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(fn, b, h))
@@ -184,7 +184,7 @@ def test_what_has_no_translation_is_logged(name: str, caplog: pytest.LogCaptureF
     ],
 )
 def test_row_orders(fn: Value, orders: tuple[str, ...]) -> None:
-    assert masks.from_function(fn).row_orders == orders
+    assert masks.from_function(fn).row_orders(64, 64) == orders
 
 
 def test_plans_of_functions_whose_tables_change() -> None:
@@ -245,7 +245,7 @@ def test_translations_are_exact_or_refused(name: str) -> None:
     for b, h in ((0, 0), (1, 1)):
         device = torch.device("cpu")
         try:
-            program = translate.translated(EXACT[name], b, h, Q, K, device)
+            program = translate.translated(EXACT[name], b, h, Q, K)
         except translate.NotTranslatableError:
             continue
         assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(EXACT[name], b, h))

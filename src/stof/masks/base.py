@@ -153,8 +153,7 @@ class BaseMask(ABC):
         """Whether a score is kept or not regardless of how long the sequences are."""
         return True
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
         """Row permutations worth trying, as `stof.layout.orders.named_order` spells them."""
         return ()
 

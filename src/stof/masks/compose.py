@@ -165,9 +165,8 @@ class Composite(Mask):
     def grows(self) -> bool:
         return all(mask.grows for mask in self.masks)
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders))
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(order for mask in self.masks for order in mask.row_orders(q_len, kv_len)))
 
     def dims(self, batch: int, heads: int, device: torch.device | str = "cpu") -> tuple[int, int]:
         own = super().dims(batch, heads, device)
@@ -346,9 +345,9 @@ class Transposed(Wrapped):
     def allows_negative_keys(self) -> bool:
         return self.mask.allows_negative_queries
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        return self.mask.row_orders  # keys that lie as queries do, in a stride or a grid, suit the same orders
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        # Keys that lie as queries do, in a stride or a grid, suit the same orders.
+        return self.mask.row_orders(kv_len, q_len)
 
     @property
     def has_monotonic_ranges(self) -> bool:

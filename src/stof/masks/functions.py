@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 _RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
 # Queries, and keys, at which a translation is compared with the function.
 _COMPARED = 64
-# Lengths at which translations are tried for row orders; a function may have tables that end earlier.
-_LENGTHS = (1024, 256, 64)
 
 
 @dataclass
@@ -193,42 +191,51 @@ class FunctionMask(Mask):
             )
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
-        """Those of a translation at a length that the function accepts; functions alike share them."""
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        """Those of the translation for the first batch entry and head; functions alike share them."""
         known = _known(self.fn)
         if known is None:
             return ()
         if known.calling.row_orders is None:
-            masks = (self.translated(0, 0, n, n) for n in _LENGTHS)
-            known.calling.row_orders = next((mask.row_orders for mask in masks if mask is not None), ())
+            mask = self.translated(0, 0, q_len, kv_len)
+            known.calling.row_orders = () if mask is None else mask.row_orders(q_len, kv_len)
         return known.calling.row_orders
 
-    @past_modes
     def translated(self, b: int, h: int, q_len: int, kv_len: int) -> Mask | None:
         """The mask of a batch entry and head as tests and tables (`stof.masks.translate`); None where it has no such.
+
+        A frozen mask keeps its translations.
 
         Raises:
             MaskError: what the function of a frozen mask reads was changed.
         """
+        if self.may_change:
+            return self._translated(b, h, q_len, kv_len)
+        kept = self.__dict__.setdefault("_translations", {})
+        if (b, h, q_len, kv_len) not in kept:
+            kept[b, h, q_len, kv_len] = self._translated(b, h, q_len, kv_len)
+        return kept[b, h, q_len, kv_len]
+
+    @past_modes
+    def _translated(self, b: int, h: int, q_len: int, kv_len: int) -> Mask | None:
         known = _known(self.fn)
         if known is None or not known.calling.elementwise or type(self) is not FunctionMask:  # block masks keep less
             return None
-        device = known.at[0].device
         try:
-            mask = translate.translated(self.fn, b, h, q_len, kv_len, device)
+            mask = translate.translated(self.fn, b, h, q_len, kv_len)
         except translate.NotTranslatableError as error:
             _say_untranslated(getattr(self.fn, "__qualname__", function_name(self.fn)), str(error))
             return None
         self.refuse_changed()  # meanwhile
         if (b, h, q_len, kv_len) not in known.translated:
-            at = [torch.tensor(number, device=device).view(1) for number in (b, h)]
-            q, kv = (torch.arange(n, device=device) for n in (q_len, kv_len))
-            rows = Index.make(_some_of(q), _some_of(kv), q_len=q_len, kv_len=kv_len, b=at[0], h=at[1])
-            expected, found = (
-                each.evaluate(rows).expand(1, 1, rows.q.numel(), rows.kv.numel()) for each in (self, mask)
+            tables = known.traits.record.tensors
+            places = [table.device for table in tables] or [known.at[0].device]
+            device = next((place for place in places if place.type != "cpu"), places[0])
+            expected, kept = (
+                each.evaluate(_some_scores(b, h, q_len, kv_len, place)).cpu()
+                for each, place in ((self, device), (mask, torch.device("cpu")))
             )
-            if not torch.equal(expected, found):  # a fault of ours
+            if not torch.equal(*torch.broadcast_tensors(expected, kept)):  # a fault of ours
                 _say_untranslated(self.name, f"{mask} keeps other scores; please report this")
                 return None
             known.translated.add((b, h, q_len, kv_len))
@@ -580,14 +587,21 @@ def _say_untranslated(name: str, reason: str) -> None:
     _log.info("the mask function %s has no program for kernels, and is evaluated for all scores (%s)", name, reason)
 
 
-def _some_of(positions: Tensor) -> Tensor:
-    """Some positions, the first and last ones among them."""
-    if len(positions) <= _COMPARED:
-        return positions
+def _some_scores(b: int, h: int, q_len: int, kv_len: int, device: torch.device) -> Index:
+    """Scores of some queries and keys of a batch entry and head."""
+    batch, head = (torch.tensor([number], device=device) for number in (b, h))
+    q, kv = (_some_positions(n).to(device) for n in (q_len, kv_len))
+    return Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=batch, h=head)
+
+
+def _some_positions(n: int) -> Tensor:
+    """Some positions of n, the first and last ones among them."""
+    if n <= _COMPARED:
+        return torch.arange(n, device="cpu")
     generator = torch.Generator("cpu").manual_seed(0x570F)
-    chosen = torch.randint(len(positions), (_COMPARED,), generator=generator, device="cpu")
-    chosen[:4] = torch.tensor([0, 1, len(positions) - 2, len(positions) - 1], device="cpu")
-    return positions[chosen.to(positions.device)]
+    chosen = torch.randint(n, (_COMPARED,), generator=generator, device="cpu")
+    chosen[:4] = torch.tensor([0, 1, n - 2, n - 1], device="cpu")
+    return chosen
 
 
 def _samples(index: Index) -> Indices:

@@ -46,8 +46,7 @@ class PositionTest(Rule):
     size: int = 1
     shift: int = 0
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
         if self.tested == "distance_remainder" and self.low == self.high and self.size > 1:
             return (f"remainder {self.size}",)
         return (f"grid {self.size}",) if self.tested == "grid_column" else ()

@@ -28,7 +28,9 @@ class Reordered(Wrapped):
     columns: Tensor | None
 
     allows_negative_queries = allows_negative_keys = False
-    row_orders = ()  # those of the inner mask are for the order of its queries
+
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        return ()  # those of the inner mask are for the order of its queries
 
     def check(self, q_len: int, kv_len: int) -> None:
         for name, order, length in (("q_len", self.rows, q_len), ("kv_len", self.columns, kv_len)):
@@ -90,7 +92,9 @@ class InRanges(Wrapped):
 
     deepest = DEEPEST + 1  # any mask that a user makes may be split over ranks
     allows_negative_queries = allows_negative_keys = grows = False
-    row_orders = ()  # those of the inner mask are for the order of its queries
+
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        return ()  # those of the inner mask are for the order of its queries
 
     @property
     def has_monotonic_ranges(self) -> bool:

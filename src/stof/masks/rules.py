@@ -116,8 +116,7 @@ class DilatedWindow(Rule):
     right: int
     dilation: int
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
         return (f"remainder {self.dilation}",) if self.dilation > 1 else ()
 
     def evaluate(self, index: Index) -> Tensor:
@@ -363,8 +362,7 @@ class Neighborhood2D(Rule):
 
     allows_negative_queries = allows_negative_keys = False  # the grid has no rows before its first
 
-    @property
-    def row_orders(self) -> tuple[str, ...]:
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
         return (f"patch {self.height} {self.width} 8 8",)
 
     def check(self, q_len: int, kv_len: int) -> None:

@@ -25,6 +25,8 @@ from stof.masks.single_calls import MaskFunction
 
 # Runs of tokens up to which each is a test of its own; more are looked up in a table.
 _FEW_RUNS = 4
+# Bytes of a table on a GPU that may be copied to the host.
+_LARGEST_TABLE = 2**24
 # Stays beyond 32 bits with any constant added.
 _INFINITE = 2**62
 
@@ -33,21 +35,21 @@ class NotTranslatableError(Exception):
     """The function does something that has no translation; the message says what."""
 
 
-def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int, device: torch.device) -> Mask:
-    """The mask of a function for one batch entry and head.
+def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int) -> Mask:
+    """The mask of a function for one batch entry and head. Nothing runs on a GPU but copies of tables to the host.
 
     Args:
         fn: a function of elementwise operators and tables (`stof.masks.elementwise`).
         b, h: batch entry and head.
         q_len, kv_len: positions there are.
-        device: where the tables are that the function reads.
 
     Raises:
         NotTranslatableError: the function is of another form, or raises.
     """
     # Of one dimension, as positions are: others promote dtypes differently.
-    batch, head = (torch.tensor([number], device=device) for number in (b, h))
-    q, kv = (_Axis(of_keys, torch.arange(n, device=device)) for of_keys, n in ((False, q_len), (True, kv_len)))
+    batch, head = torch.tensor([b]), torch.tensor([h])
+    tables = _Tables()
+    q, kv = (_Axis(of_keys, torch.arange(n), tables) for of_keys, n in ((False, q_len), (True, kv_len)))
     try:
         return _mask(fn(batch, head, q, kv))  # type: ignore[arg-type]
     except NotTranslatableError:
@@ -100,12 +102,28 @@ for _dunder in ("add", "sub", "mul", "floordiv", "mod", "truediv", "and", "or", 
     setattr(_Value, f"__i{_dunder}__", _in_place)
 
 
+class _Tables:
+    """Copies on the host of tensors that a function reads, each made once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def on_host(self, table: Tensor) -> Tensor:
+        if table.device.type == "cpu":
+            return table
+        if table.nbytes > _LARGEST_TABLE:
+            raise NotTranslatableError(f"reads a table of more than {_LARGEST_TABLE >> 20} MiB on {table.device}")
+        _, copy = self._copies.setdefault(id(table), (table, table.cpu()))
+        return copy
+
+
 @dataclass(eq=False)
 class _Axis(_Value):
-    """What depends on queries alone, or on keys alone: its value at each position `[n]`."""
+    """What depends on queries alone, or on keys alone: its value at each position `[n]`, on the host."""
 
     of_keys: bool
     values: Tensor
+    tables: _Tables
 
     @property
     def device(self) -> torch.device:
@@ -197,10 +215,11 @@ def _applied(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     if all(isinstance(x, _Axis) and x.of_keys == values[0].of_keys for x in values):
         first = values[0]
         assert isinstance(first, _Axis)
-        out = function(*_plain(args), **_plain(kwargs))
+        tables = first.tables
+        out = function(*_plain(args, tables), **_plain(kwargs, tables))
         if not isinstance(out, Tensor) or out.shape != first.values.shape:
             raise NotTranslatableError(f"{_name(function)} is not elementwise")
-        return _Axis(first.of_keys, out)
+        return _Axis(first.of_keys, out, tables)
     name = _name(function)
     if name == "div" and kwargs == {"rounding_mode": "floor"}:
         name, kwargs = "floor_divide", {}
@@ -224,14 +243,16 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _plain(value: Any) -> Any:
-    """The same with tensors in place of stand-ins."""
+def _plain(value: Any, tables: _Tables) -> Any:
+    """The same with tensors on the host in place of stand-ins and of tensors elsewhere."""
     if isinstance(value, _Axis):
         return value.values
+    if isinstance(value, Tensor):
+        return tables.on_host(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(one, tables) for one in value)
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(one, tables) for name, one in value.items()}
     return value
 
 
@@ -262,7 +283,7 @@ def _exact(numbers: Tensor) -> tuple[Tensor, int]:
 def _offset(numbers: Tensor) -> int | None:
     """The c for which position i has the number i + c; None if there is none."""
     c = int(numbers[0])
-    return c if torch.equal(numbers, torch.arange(c, c + len(numbers), device=numbers.device)) else None
+    return c if torch.equal(numbers, torch.arange(c, c + len(numbers))) else None
 
 
 def _between(value: _Any, low: int, high: int) -> _Value:
@@ -305,7 +326,7 @@ def _of_table(q: Tensor, kv: Tensor, low: int, high: int) -> Mask:
         raise NotTranslatableError("compares a number of the query with another one of the key")
     if (low, high) == (0, 0):
         return _same(table)
-    numbers = (table - table[0]).cpu().numpy()
+    numbers = (table - table[0]).numpy()
     positions = np.arange(len(numbers))
     if (changes := np.diff(numbers).nonzero()[0]).size:
         size = int(changes[0]) + 1
@@ -331,7 +352,7 @@ _ORDERED: dict[tuple[int, int], Callable[[Mask], Mask]] = {
 
 def _same(table: Tensor) -> Mask:
     """The mask of `table[i] == table[j]`."""
-    numbers = table.cpu().numpy()
+    numbers = table.numpy()
     # Entries that are distinct within a period are equal where the distance is a multiple of it.
     again = (numbers[1:] == numbers[0]).nonzero()[0]
     period = int(again[0]) + 1 if again.size else len(numbers)
@@ -349,7 +370,7 @@ def _truth(value: _Any) -> Mask:
     if isinstance(value, _Kept):
         return value.mask
     if isinstance(value, _Axis) and value.dtype == torch.bool:
-        return _listed(value.of_keys, value.values.cpu().numpy())
+        return _listed(value.of_keys, value.values.numpy())
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.bool:
         value = bool(value)
     if not isinstance(value, bool):

@@ -73,7 +73,7 @@ class MaskGeometry(Geometry):
     ) -> None:
         self.mask, self.q_len, self.kv_len = mask, q_len, kv_len
         self.batch, self.heads, self.device = batch, heads, torch.device(device)
-        self.row_orders = fitting_orders(mask, q_len)
+        self.row_orders = fitting_orders(mask, q_len, kv_len)
         self._surveys: dict[tuple[tuple[LayoutConfig, ...], str | None], Survey] = {}
 
     @functools.cached_property

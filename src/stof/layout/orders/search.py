@@ -102,13 +102,13 @@ def column_order(
     return cluster_rows(keep, block_n)
 
 
-def fitting_orders(mask: Mask, q_len: int) -> tuple[str, ...]:
+def fitting_orders(mask: Mask, q_len: int, kv_len: int) -> tuple[str, ...]:
     """Names of the orders that a mask names, as far as they fit the number of rows.
 
     `grid W` stands for patches of a grid of rows of W tokens, however many rows there are.
     """
     names = []
-    for name in mask.row_orders:
+    for name in mask.row_orders(q_len, kv_len):
         if name.startswith("grid "):
             width = int(name.removeprefix("grid "))
             name = f"patch {q_len // width} {width} 8 8"
@@ -130,7 +130,7 @@ class RowOrders:
     def __init__(
         self, mask: Mask, q_len: int, kv_len: int, *, batch: int, heads: int, device: torch.device | str
     ) -> None:
-        self.names = fitting_orders(mask, q_len)
+        self.names = fitting_orders(mask, q_len, kv_len)
         self._q_len = q_len
         self._search = functools.partial(find_order, mask, q_len, kv_len, batch=batch, heads=heads, device=device)
         self._evaluated = functools.partial(_evaluated, mask, (q_len, kv_len), (batch, heads), device)
