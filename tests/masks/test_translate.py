@@ -243,7 +243,6 @@ EXACT = {
 def test_translations_are_exact_or_refused(name: str) -> None:
     """Without the comparison with the function, which looks at some scores alone."""
     for b, h in ((0, 0), (1, 1)):
-        device = torch.device("cpu")
         try:
             program = translate.translated(EXACT[name], b, h, Q, K)
         except translate.NotTranslatableError:

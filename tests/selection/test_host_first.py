@@ -50,7 +50,16 @@ def test_the_host_does_so_many_scores() -> None:
     count = host_first.HOST_SCORES // length**2
     assert [host_mask(mask, length) is mask for _ in range(count + 1)] == [True] * count + [False]
     assert host_mask(mask, length, device=torch.device("cuda", 1)) is mask
-    assert host_mask(mask, 2**14) is None
+    assert host_mask(mask, 2**15) is None
+
+
+def test_keys_that_lie_together_count_alone() -> None:
+    ends = list(range(0, 2**16 + 1, 2**8))
+    mask = masks.documents(cu_seqlens=ends)
+    geometry = MaskGeometry(mask, 2**16, 2**16, device=CUDA)
+    assert not geometry.is_counted_on_device  # 2**24 scores are kept
+    assert MaskGeometry(mask | masks.sink_tokens(4), 2**16, 2**16, device=CUDA).is_counted_on_device
+    assert MaskGeometry(masks.causal(), 2**16, 2**16, device=CUDA).is_counted_on_device
 
 
 def test_a_geometry_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

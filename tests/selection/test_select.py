@@ -51,7 +51,9 @@ CALLS = (call_of(), call_of(dtype=torch.float32), call_of(q_len=4, heads=8, kv_h
 @pytest.mark.parametrize("call", CALLS, ids=["fp16", "fp32", "decode", "D 256"])
 def test_order(mask: str, call: CallSpec) -> None:
     """Estimated ones by time, then the others in order of preference, then refusals; the first one runs."""
-    geometry = Geometry(MASKS[mask], call.q_len, call.kv_len, row_orders=MASKS[mask].row_orders(call.q_len, call.kv_len))
+    geometry = Geometry(
+        MASKS[mask], call.q_len, call.kv_len, row_orders=MASKS[mask].row_orders(call.q_len, call.kv_len)
+    )
     weighed = candidates(call, GPU, geometry)
     kinds = [2 if c.refusals else 1 if c.estimate_us is None else 0 for c in weighed]
     assert kinds == sorted(kinds)
@@ -74,7 +76,9 @@ def test_what_is_picked_makes_sense() -> None:
     long = call_of(q_len=4096, kv_len=4096)
 
     def picked(mask: Any, call: CallSpec = long) -> KernelChoice:
-        return choose(call, GPU, Geometry(mask, call.q_len, call.kv_len, row_orders=mask.row_orders(call.q_len, call.kv_len)))
+        return choose(
+            call, GPU, Geometry(mask, call.q_len, call.kv_len, row_orders=mask.row_orders(call.q_len, call.kv_len))
+        )
 
     assert picked(masks.full()).implementation in ("hopper", "block_wise")
     assert picked(masks.full(), replace(long, compute_capability=(8, 0))).implementation == "block_wise"

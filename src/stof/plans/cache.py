@@ -47,6 +47,7 @@ class PlanCache:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call
+        self._calls: dict[Hashable, list[Hashable]] = {}  # calls in `_keys`, by plan
         self._sizes: dict[Hashable, int] = {}  # bytes of plans, as last measured
         self._grown: set[Hashable] = set()  # keys of plans that grew since
         self._lock = ForkSafeLock()
@@ -61,10 +62,18 @@ class PlanCache:
                 return None
             self._hits += 1
             self._plans.move_to_end(key)
-            if len(self._keys) >= _MOST_CALLS:
-                self._keys.clear()
-            self._keys[call] = key
+            self._find_by(call, key)
             return plan
+
+    def _find_by(self, call: Hashable, key: Hashable) -> None:
+        """Let `of_call` find a plan by a call."""
+        if self._keys.get(call) == key:
+            return
+        if len(self._keys) >= _MOST_CALLS:
+            self._keys.clear()
+            self._calls.clear()
+        self._keys[call] = key
+        self._calls.setdefault(key, []).append(call)
 
     def of_call(self, call: Hashable) -> Plan | None:
         """Return the plan that was stored or found for an equal call, None if it was dropped."""
@@ -76,7 +85,8 @@ class PlanCache:
         with self._lock:
             if key in self._plans:
                 return
-            self._plans[key], self._keys[call] = plan, key
+            self._plans[key] = plan
+            self._find_by(call, key)
             plan.when_grown = partial(self._grown.add, key)
             plan.when_grown()
             while len(self._plans) > self._max_entries:
@@ -93,7 +103,9 @@ class PlanCache:
         del self._plans[key]
         self._sizes.pop(key, None)
         self._grown.discard(key)
-        self._keys = {call: found for call, found in self._keys.items() if found != key}
+        for call in self._calls.pop(key, ()):
+            if self._keys.get(call) == key:
+                del self._keys[call]
 
     def _measure(self, also_filled: bool = True) -> None:
         """Measure the plans that grew, when another implementation prepared them, say; not under the lock."""
@@ -119,6 +131,7 @@ class PlanCache:
             self._sizes.clear()
             self._plans.clear()
             self._keys.clear()
+            self._calls.clear()
             self._hits = self._misses = 0
 
     def info(self) -> CacheInfo:

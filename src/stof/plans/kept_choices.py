@@ -8,6 +8,7 @@ computed, never which scores count: lists and layouts are made for each mask.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -118,12 +119,17 @@ def structure_key(geometry: MaskGeometry, call: CallSpec, *rest: Hashable) -> Ha
     outline, sizes, orders = geometry.outline, geometry.dims, geometry.row_orders
     if outline is None:
         return None
-    kind = replace(
+    even = math.gcd(geometry.q_len, _EVEN) if orders else 1
+    return outline.structure, orders, even, _kind_of(call), sizes[0] > 1, sizes[1] > 1, geometry.device, *rest
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(call: CallSpec) -> CallSpec:
+    """What calls that share choices have in common."""
+    return replace(
         call,
         batch=call.batch.bit_length(),
         q_len=(call.q_len - 1).bit_length(),
         kv_len=(call.kv_len - 1).bit_length(),
         bias_to_copy=int(call.bias_to_copy > 0),
     )
-    even = math.gcd(geometry.q_len, _EVEN) if orders else 1
-    return outline.structure, orders, even, kind, sizes[0] > 1, sizes[1] > 1, geometry.device, *rest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -81,9 +81,19 @@ def made_for_calls(device: torch.device, make: Callable[[], T]) -> T:
     if device.type != "cuda" or raw_stream(torch.cuda.current_device() if device.index is None else device.index):
         return outside_graph_pool(device, make)
     grad = torch.is_grad_enabled()
-    # Calls outside of inference mode will read the tensors, too.
-    with torch.cuda.device(device), torch.inference_mode(False), torch.set_grad_enabled(grad):
-        return make()
+    with current_device(device):
+        if not torch.is_inference_mode_enabled():
+            return make()
+        # Calls outside of inference mode will read the tensors, too.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            return make()
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one, if it is a GPU. `torch.cuda.device` alone takes 10 us where it is already."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def capturing(device: torch.device) -> bool:

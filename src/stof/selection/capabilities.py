@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,9 @@ class Capabilities:
 
     def refusals(self, call: CallSpec) -> list[str]:
         """Every reason this implementation cannot run `call`; empty when it can."""
+        return list(_refusals(self, call))
+
+    def _reasons(self, call: CallSpec) -> list[str]:
         low, high = self.head_dims
         checks = (
             (not self.devices or call.device in self.devices, f"runs on {', '.join(self.devices)}, not {call.device}"),
@@ -125,6 +129,11 @@ class Capabilities:
             ),
         )
         return [reason for good, reason in checks if not good]
+
+
+@functools.lru_cache(maxsize=1024)
+def _refusals(capabilities: Capabilities, call: CallSpec) -> tuple[str, ...]:
+    return tuple(capabilities._reasons(call))
 
 
 def _dotted(version: tuple[int, int]) -> str:

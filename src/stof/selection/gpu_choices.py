@@ -100,7 +100,7 @@ def for_call(choice: KernelChoice, call: CallSpec) -> KernelChoice:
     if choice.kernel is None:
         return choice
     side = heads_at_once(call, persistent=gpu_of(choice).persistent)
-    return replace(choice, kernel=replace(choice.kernel, side=side))
+    return choice if side == choice.kernel.side else replace(choice, kernel=replace(choice.kernel, side=side))
 
 
 def shared_memory_limit(device: torch.device) -> int:

@@ -102,7 +102,9 @@ class MaskGeometry(Geometry):
     @functools.cached_property
     def _counted(self) -> tuple[Mask, torch.device]:
         """The mask whose tiles are counted, and where; decided at the first count, since a copy waits for the GPU."""
-        on_host = host_mask(self.evaluated, self.q_len, self.kv_len, self.dims, self.device)
+        known = self.outline
+        row_keys = 2 ** known.statistics[1] if known is not None and known.is_regular and known.statistics else None
+        on_host = host_mask(self.evaluated, self.q_len, self.kv_len, self.dims, self.device, row_keys)
         return (self.evaluated, self.device) if on_host is None else (on_host, torch.device("cpu"))
 
     @property

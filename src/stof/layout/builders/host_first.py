@@ -16,24 +16,28 @@ from stof.masks.gpu_program import programs_of
 from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
 
-# Scores that the host evaluates for one device, in all plans together: 64 masks of 1024 x 1024.
-HOST_SCORES = 2**26
+# Scores that the host looks at for one device, in all plans together. It takes half a second.
+HOST_SCORES = 2**28
 _evaluated: dict[torch.device, int] = {}
 # Scores, a byte each, of a mask that is evaluated as a whole on a GPU: those of 32,768 tokens.
 _MOST_SCORES = 2**30
 
 
-def host_mask(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device) -> Mask | None:
+def host_mask(
+    mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device, row_keys: float | None = None
+) -> Mask | None:
     """Return the mask to evaluate on the host in place of this one, or None to evaluate it on the device.
 
     Args:
         mask, q_len, kv_len: the mask of a plan and its lengths.
         sizes: leading sizes of the mask, as `Mask.dims` gives them.
         device: the plan's.
+        row_keys: keys that a row keeps on average, where those lie together: the host looks at few others. None where
+            it looks at all keys.
     """
     if device.type != "cuda":
         return None
-    scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * kv_len
+    scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * math.ceil(kv_len if row_keys is None else row_keys)
     if scores > HOST_SCORES:
         return None
     if not has_gpu_form(mask, q_len, kv_len, sizes):  # it may read tensors on the device
@@ -72,6 +76,8 @@ def has_gpu_form(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int]) ->
     """Whether a mask is a tensor, or every pattern can be written as a program."""
     if mask.as_tensor(q_len, kv_len) is not None:
         return True
+    if sizes == (1, 1):
+        return programs_of(mask, q_len, kv_len, [(0, 0)]) is not None
     ids = mask.pattern_ids(*sizes).expand(sizes).flatten().tolist()
     entries = [divmod(ids.index(one), sizes[1]) for one in dict.fromkeys(ids)]
     return programs_of(mask, q_len, kv_len, entries) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -17,6 +16,7 @@ from stof.errors import KernelError
 from stof.layout.fill.input_forms import BYTES, PROGRAM, QUADS
 from stof.masks import Mask
 from stof.masks.gpu_program import Programs, programs_of
+from stof.runtime.memory import current_device
 
 # Scores that one thread block handles at once, bounded by the registers of its threads. A mask's program yields packed
 # bits, which take no register a score; a dense mask read as int32 takes a quarter of a register a score, read byte by
@@ -55,7 +55,7 @@ def on_device(make: Callable[P, T | None]) -> Callable[P, T | None]:
         if device in _without:
             return None
         try:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            with current_device(device):
                 return make(*args, **kwargs)
         except (KernelError, ImportError) as error:
             _without.add(device)
