@@ -72,6 +72,7 @@ def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
 
 
 TABLE = torch.tensor([0, 3, 1, 3, 7]).repeat_interleave(30)
+BLOCKS = torch.rand(10, 7, generator=torch.Generator().manual_seed(4)) < 0.3
 MANY = torch.rand(150, generator=torch.Generator().manual_seed(3)) < 0.4
 PATTERNS = {
     "everything": masks.full(),
@@ -89,6 +90,8 @@ PATTERNS = {
     "neighbourhood": masks.neighborhood_2d(9, 10, (3, 5)),
     "per head": masks.per_head([masks.causal() | masks.padding(9)]),
     "function of tables": masks.from_function(lambda b, h, q, kv: (TABLE[q] == TABLE[kv]) & (kv < TABLE[0] + 60)),
+    "function of blocks": masks.from_function(lambda b, h, q, kv: BLOCKS[q // 16, kv // 24] & (q >= kv) | (kv < 2)),
+    "function of most blocks": masks.from_function(lambda b, h, q, kv: ~BLOCKS[q // 16, kv // 24]),
     "function of a grid": masks.from_function(
         lambda b, h, q, kv: ((q // 9 - kv // 9).abs() <= 1) & (q % 9 - kv % 9 <= 2) | (q % 7 == 3)
     ),

@@ -143,7 +143,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 WITHOUT_PROGRAM = {
     "adjacency matrix",
     "block diffusion",
-    "block table",
     "clamped neighbourhood",
     "positions within documents",
     "three-dimensional neighbourhood",

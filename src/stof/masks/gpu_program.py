@@ -17,7 +17,7 @@ from stof.masks import rules
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
 from stof.masks.functions import FunctionMask
 from stof.masks.per_head import EntryRange, PerHead
-from stof.masks.position_tests import Listed, PositionTest
+from stof.masks.position_tests import ChosenBlocks, Listed, PositionTest
 from stof.masks.reorder import InRanges, begins_of
 
 # Numbers of an instruction: operation, low, high, then what the operation needs.
@@ -418,15 +418,33 @@ def _function(to: _Writer, mask: FunctionMask, at: _Place) -> int:
     return to.write(program, at)
 
 
-def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
+def _blocks_of(to: _Writer, size: int, at: _Place) -> tuple[int, int, int]:
+    """The first block of queries that a program asks about, the one after the last, and how many blocks of keys are."""
     if min(at.q_shift, at.kv_shift) < 0:  # Triton rounds quotients of negative numbers towards 0
         raise _NotWritableError
-    size = mask.block_size
     queries, keys = to.q_len, to.kv_len
     if at.swapped:  # kernels look at whole words of the program's keys, which are this mask's queries
         queries, keys = to.kv_len + _PAST_THE_END, to.q_len
     first, stop = at.q_shift // size, (queries + at.q_shift - 1) // size + 1
-    key_blocks = -(-(keys + at.kv_shift if at.kv_len is None else at.kv_len) // size)
+    return first, stop, -(-(keys + at.kv_shift if at.kv_len is None else at.kv_len) // size)
+
+
+def _chosen_blocks(to: _Writer, mask: ChosenBlocks, at: _Place) -> int:
+    size = mask.size
+    first, stop, key_blocks = _blocks_of(to, size, at)
+    entries = max(1, *map(len, mask.blocks))
+    if (stop - first) * entries > LONGEST:
+        raise _NotWritableError
+    none = key_blocks + _PAST_THE_END  # a block that no key is in
+    rows = (mask.blocks[n] if n < len(mask.blocks) else () for n in range(first, stop))
+    table = to.table([block for row in rows for block in (*row, *[none] * (entries - len(row)))])
+    op = Op.CHOSEN_BLOCK_OF_KEY if at.swapped else Op.CHOSEN_BLOCK
+    return to.add(op, 1, 1, size=size, at=at, table=table, entries=entries, extra=first)
+
+
+def _random_blocks(to: _Writer, mask: rules.RandomBlocks, at: _Place) -> int:
+    size = mask.block_size
+    first, stop, key_blocks = _blocks_of(to, size, at)
     picks = min(mask.blocks, key_blocks)
     to.drawn += (stop - first) * picks
     seed = (mask.seed & 0xFFFF_FFFF ^ 0x8000_0000) - 0x8000_0000
@@ -466,5 +484,6 @@ _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     rules.RandomBlocks: _random_blocks,
     PositionTest: _position_test,
     Listed: _listed,
+    ChosenBlocks: _chosen_blocks,
     FunctionMask: _function,
 }

@@ -1,4 +1,4 @@
-"""Masks of one test of positions each: what mask functions are translated to, besides named masks."""
+"""Masks of one test of positions, or one table, each: what mask functions are translated to, besides named masks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stof.masks.bounds import Interval, TileBounds, bounds_of_blocks
 from stof.masks.index import Index
 from stof.masks.rules import Rule
 
@@ -73,3 +74,37 @@ class Listed(Rule):
     def evaluate(self, index: Index) -> Tensor:
         tokens = torch.tensor(self.tokens, dtype=torch.int64, device=index.device)
         return torch.isin(index.kv if self.of_keys else index.q, tokens)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChosenBlocks(Rule):
+    """Kept where the block of the key is one of those of the query's block.
+
+    Attributes:
+        size: queries, and keys, of a block.
+        blocks: key blocks of each block of queries.
+    """
+
+    name = "chosen_blocks"
+    size: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    grows = False
+    allows_negative_queries = allows_negative_keys = False
+
+    def evaluate(self, index: Index) -> Tensor:
+        q, kv = (torch.div(x, self.size, rounding_mode="floor") for x in (index.q, index.kv))
+        return self._taken(index)[q, kv]
+
+    def tile_bounds(self, index: Index) -> TileBounds:
+        q, kv = (Interval.of(x) // self.size for x in (index.q, index.kv))
+        return bounds_of_blocks(self._taken(index), q, kv)
+
+    def _taken(self, index: Index) -> Tensor:
+        """Bool `[blocks of queries, blocks of keys]`."""
+        rows, columns = (-(-n // self.size) for n in (index.q_len, index.kv_len))
+        taken = torch.zeros(rows, columns, dtype=torch.bool, device="cpu")
+        at = [(row, block) for row, blocks in enumerate(self.blocks) for block in blocks]
+        if at:
+            taken[tuple(torch.tensor(at, device="cpu").T)] = True
+        return taken.to(index.device)

@@ -3,12 +3,14 @@
 The function is called once, with stand-ins for `q_idx` and `kv_idx` that hold all positions. What depends on queries
 alone, or on keys alone, is computed as usual, tables of any form among it. Only what brings queries and keys together
 has to be of a known form: a difference of positions (also modulo a constant), or of grid rows or columns, compared with
-numbers; entries of one table that are equal or, if the table ascends, in order; and truth values combined.
+numbers; entries of one table that are equal or, if the table ascends, in order; entries of a bool table at a block of
+queries and a block of keys; and truth values combined.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +21,14 @@ import torch
 from torch import Tensor
 
 from stof.masks.compose import Mask
-from stof.masks.position_tests import UNBOUNDED, Listed, PositionTest
+from stof.masks.position_tests import UNBOUNDED, ChosenBlocks, Listed, PositionTest
 from stof.masks.rules import Causal, Documents, Full
 from stof.masks.single_calls import MaskFunction
 
 # Runs of tokens up to which each is a test of its own; more are looked up in a table.
 _FEW_RUNS = 4
+# Tables of blocks: the smallest block, and the most blocks that one of queries may choose, each of which takes time.
+_SMALLEST_BLOCK, _MOST_CHOSEN = 8, 128
 # Bytes of a table on a GPU that may be copied to the host.
 _LARGEST_TABLE = 2**24
 # Stays beyond 32 bits with any constant added.
@@ -405,6 +409,44 @@ def _listed(of_keys: bool, held: np.ndarray) -> Mask:
     return Listed(of_keys, tuple(held.nonzero()[0].tolist()))
 
 
+def _looked_up(table: _Any, items: _Any) -> _Kept:
+    """An entry of a bool table at a block of queries and a block of keys, and at single positions in its other dims."""
+    picks = list(items) if isinstance(items, tuple) else [items]
+    axes = [pick for pick in picks if isinstance(pick, _Value)]
+    is_pair = len(axes) == 2 and all(isinstance(axis, _Axis) for axis in axes)
+    if not isinstance(table, Tensor) or table.dtype != torch.bool or len(picks) != table.ndim or not is_pair:
+        raise NotTranslatableError("looks up queries and keys together in another form than a bool table of blocks")
+    table = axes[0].tables.on_host(table)
+    dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, _Axis)]
+    others = [int(pick) for pick in picks if not isinstance(pick, _Axis)]
+    chosen = table.movedim(dims, (-2, -1))[tuple(others)]
+    if axes[0].of_keys:
+        chosen, axes = chosen.T, axes[::-1]
+    sizes = [_block_size(axis.values) for axis in axes]
+    sizes = [other * -(-len(axis.values) // other) if size == 0 and other else size or len(axis.values)
+             for axis, size, other in zip(axes, sizes, sizes[::-1], strict=True)]  # fmt: skip
+    size = math.gcd(*sizes)
+    if size < _SMALLEST_BLOCK:
+        raise NotTranslatableError(f"a table of blocks of fewer than {_SMALLEST_BLOCK} tokens")
+    blocks = [axis.values[::size] for axis in axes]
+    chosen = chosen[blocks[0]][:, blocks[1]]
+    is_mostly = 2 * int(chosen.sum()) > chosen.numel()
+    if int((chosen ^ is_mostly).sum(1).max()) > _MOST_CHOSEN:
+        raise NotTranslatableError(f"a table of blocks of which one of queries has more than {_MOST_CHOSEN}")
+    mask = ChosenBlocks(size, tuple([tuple(row.nonzero()[0].tolist()) for row in (chosen ^ is_mostly).numpy()]))
+    return _Kept(~mask if is_mostly else mask)
+
+
+def _block_size(numbers: Tensor) -> int:
+    """The n for which position i has the number `i // n`; 0 where all numbers are 0."""
+    held = _exact(numbers)[0].numpy()
+    changes = np.diff(held).nonzero()[0]
+    size = int(changes[0]) + 1 if changes.size else len(held)
+    if not np.array_equal(held, np.arange(len(held)) // size):
+        raise NotTranslatableError("looks up in a table of blocks by numbers that are no quotients of positions")
+    return size if changes.size else 0
+
+
 def _constant(value: _Any) -> int:
     number = _sum(value)
     if number.q is not None or number.kv is not None:
@@ -493,6 +535,7 @@ _TOGETHER: dict[str, Callable[..., _Value]] = {
     "xor": _exclusive,
     "not": _not,
     "where": _chosen,
+    "getitem": _looked_up,
 }
 _ALIASES = {
     "radd": "add", "subtract": "sub", "negative": "neg", "rmul": "mul", "multiply": "mul", "absolute": "abs",

@@ -16,8 +16,9 @@ from stof.masks.gpu_program import programs_of
 from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
 
-# Scores that the host looks at for one device, in all plans together. It takes half a second.
-HOST_SCORES = 2**28
+# Scores that the host looks at for one device, in all plans together. It takes half a second. Those of a tensor, which
+# are copied first, count several times.
+HOST_SCORES, _OF_TENSOR = 2**28, 4
 _evaluated: dict[torch.device, int] = {}
 # Scores, a byte each, of a mask that is evaluated as a whole on a GPU: those of 32,768 tokens.
 _MOST_SCORES = 2**30
@@ -37,12 +38,13 @@ def host_mask(
     """
     if device.type != "cuda":
         return None
-    scores = _evaluated.get(device, 0) + math.prod(sizes) * q_len * math.ceil(kv_len if row_keys is None else row_keys)
+    keep = mask.as_tensor(q_len, kv_len)
+    scores = math.prod(sizes) * q_len * math.ceil(kv_len if row_keys is None else row_keys)
+    scores = _evaluated.get(device, 0) + (scores if keep is None else _OF_TENSOR * scores)
     if scores > HOST_SCORES:
         return None
     if not has_gpu_form(mask, q_len, kv_len, sizes):  # it may read tensors on the device
         return None
-    keep = mask.as_tensor(q_len, kv_len)
     if keep is None and mask.tensors_device() is not None:
         return None
     _evaluated[device] = scores
