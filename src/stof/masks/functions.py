@@ -594,6 +594,7 @@ def _some_scores(b: int, h: int, q_len: int, kv_len: int, device: torch.device) 
     return Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=batch, h=head)
 
 
+@functools.lru_cache(maxsize=16)
 def _some_positions(n: int) -> Tensor:
     """Some positions of n, the first and last ones among them."""
     if n <= _COMPARED:

@@ -168,7 +168,7 @@ class _Sum(_Value):
         )
         return _Sum(q, kv, self.constant + other.constant, self.most + other.most)
 
-    @property
+    @functools.cached_property
     def shift(self) -> int | None:
         """The c for which this is `i - j + c`; None if there is none."""
         if self.q is None or self.kv is None:
@@ -286,8 +286,8 @@ def _exact(numbers: Tensor) -> tuple[Tensor, int]:
 
 def _offset(numbers: Tensor) -> int | None:
     """The c for which position i has the number i + c; None if there is none."""
-    c = int(numbers[0])
-    return c if torch.equal(numbers, torch.arange(c, c + len(numbers))) else None
+    held = numbers.numpy()
+    return int(held[0]) if held[-1] - held[0] == len(held) - 1 and (np.diff(held) == 1).all() else None
 
 
 def _between(value: _Any, low: int, high: int) -> _Value:
