@@ -18,7 +18,7 @@ from stof.errors import KernelError
 from stof.runtime import launch
 from stof.runtime.launch import Launch, TensorMap
 from stof.runtime.memory import record_streams
-from stof.runtime.private import without_encoding
+from stof.runtime.private import launcher_of, without_encoding
 
 STREAM = 77
 
@@ -41,11 +41,18 @@ class Kernel:
             self.through_jit.append((grid, *args))
             self.options = options
             source = SimpleNamespace(signature={f"p{place}": kind_of(value) for place, value in enumerate(args)})
-            return SimpleNamespace(
-                src=source, run=Run(source, self), metadata=self, function="function", packed_metadata="meta"
-            )
+            return Compiled(source, self)
 
         return call
+
+
+class Compiled:
+    """Stands in for `triton.compiler.CompiledKernel`."""
+
+    function, packed_metadata = "function", "meta"
+
+    def __init__(self, source: Any, kernel: Kernel) -> None:
+        self.src, self.run, self.metadata = source, Run(source, kernel), kernel
 
 
 class Run:
@@ -98,6 +105,14 @@ def test_compiled_once_then_launched_directly() -> None:
     assert len(kernel.through_jit) == 1
     arguments = (second.data_ptr(), fixed.data_ptr(), 2.5)  # neither constants nor 1, which is one
     assert kernel.direct == [(5, 1, 1, STREAM, "function", "meta", None, None, None, *arguments)] * 2
+
+
+def test_one_launcher_for_one_compiled_kernel() -> None:
+    """Launches that differ in numbers may run the same machine code."""
+    kernel = Kernel()
+    one, other = (Compiled(SimpleNamespace(signature={"p0": "*fp32"}), kernel) for _ in range(2))
+    assert launcher_of(one) is launcher_of(one)
+    assert launcher_of(one) is not launcher_of(other)
 
 
 class Sizes(NamedTuple):
