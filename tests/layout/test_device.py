@@ -71,9 +71,9 @@ def test_expressions(data: st.DataObject, config: LayoutConfig) -> None:
     assert_same(mask, length - offset, length, config, batch=batch)
 
 
-TABLE = torch.tensor([0, 3, 1, 3, 7]).repeat_interleave(30)
-BLOCKS = torch.rand(10, 7, generator=torch.Generator().manual_seed(4)) < 0.3
-MANY = torch.rand(150, generator=torch.Generator().manual_seed(3)) < 0.4
+TABLE = torch.tensor([0, 3, 1, 3, 7], device=DEVICE).repeat_interleave(30)
+BLOCKS = (torch.rand(10, 7, generator=torch.Generator().manual_seed(4)) < 0.3).to(DEVICE)
+MANY = (torch.rand(150, generator=torch.Generator().manual_seed(3)) < 0.4).to(DEVICE)
 PATTERNS = {
     "everything": masks.full(),
     "nothing": ~masks.full(),
