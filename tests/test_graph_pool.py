@@ -69,6 +69,7 @@ def test_only_on_the_default_stream_no_pool_of_a_graph_is_in_use(
     waits: list[None] = []
     idle = SimpleNamespace(synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: idle)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("stof.runtime.memory.raw_stream", lambda index: stream)
 
     def make() -> tuple[torch.Tensor, bool, int]:
