@@ -240,7 +240,16 @@ EXACT = {
     "32-bit constant": lambda b, h, q, k: (q.int() - k.int()) + (2**31 - 20) > 0,
     "lowest number": lambda b, h, q, k: LOWEST[q] - LOWEST[k] >= 0,
     "where as a method": lambda b, h, q, k: (q >= k).where(q - k < 30, k == 11),
+    "blocks from the end": lambda b, h, q, k: BLOCKS[h - 2, q // 8, k // 12],
+    "blocks of short rows": lambda b, h, q, k: BLOCKS[1, q // 64, k // 12] & BLOCKS[0, q // 40, k // 64],
 }
+
+
+def test_truth_values_select_in_no_translation() -> None:
+    """In an index they are masks."""
+    for fn in (lambda b, h, q, k: BLOCKS[h > 0, q // 8, k // 12], lambda b, h, q, k: BLOCKS[True, q // 8, k // 12]):
+        with pytest.raises(translate.NotTranslatableError, match="something else than integers"):
+            translate.translated(fn, 0, 1, Q, K)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -418,7 +418,7 @@ def _looked_up(table: _Any, items: _Any) -> _Kept:
         raise NotTranslatableError("looks up queries and keys together in another form than a bool table of blocks")
     table = axes[0].tables.on_host(table)
     dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, _Axis)]
-    others = [int(pick) for pick in picks if not isinstance(pick, _Axis)]
+    others = [_constant(pick) for pick in picks if not isinstance(pick, _Axis)]  # refuses truth values, which select
     chosen = table.movedim(dims, (-2, -1))[tuple(others)]
     if axes[0].of_keys:
         chosen, axes = chosen.T, axes[::-1]
