@@ -1,4 +1,4 @@
-"""Masks of one test of positions, or one table, each: what mask functions are translated to, besides named masks."""
+"""Masks of one position test, or one table: `stof.masks.translate` makes them of functions, besides named masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stof.masks.rules import Rule
 # No position or distance is further from 0.
 UNBOUNDED = 2**31 - 1
 
-# What is tested, given positions of queries and keys, the test's `size` and `shift`. They work on ranges too.
+# The tested value, given positions of queries and keys (tensors or `Interval`s), and the test's `size` and `shift`.
 TESTED: dict[str, Callable[[Any, Any, int, int], Any]] = {
     "distance": lambda q, kv, size, shift: q - kv,
     "query": lambda q, kv, size, shift: q,
@@ -78,11 +78,11 @@ class Listed(Rule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChosenBlocks(Rule):
-    """Kept where the block of the key is one of those of the query's block.
+    """Kept where `key // size` is in `blocks[query // size]`.
 
     Attributes:
-        size: queries, and keys, of a block.
-        blocks: key blocks of each block of queries.
+        size: number of tokens in a block, of queries and of keys.
+        blocks: for each block of queries, the numbers of its kept key blocks.
     """
 
     name = "chosen_blocks"

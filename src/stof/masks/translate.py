@@ -25,9 +25,10 @@ from stof.masks.position_tests import UNBOUNDED, ChosenBlocks, Listed, PositionT
 from stof.masks.rules import Causal, Documents, Full
 from stof.masks.single_calls import MaskFunction
 
-# Runs of tokens up to which each is a test of its own; more are looked up in a table.
+# Up to this number of runs of tokens, each becomes a test; more are looked up in a table.
 _FEW_RUNS = 4
-# Tables of blocks: the smallest block, and the most blocks that one of queries may choose, each of which takes time.
+# Limits of block tables: the smallest block in tokens, and the most key blocks listed for one block of queries, each of
+# which adds work.
 _SMALLEST_BLOCK, _MOST_CHOSEN = 8, 128
 # Bytes of a table on a GPU that may be copied to the host.
 _LARGEST_TABLE = 2**24
@@ -50,7 +51,7 @@ def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int) -> Mas
     Raises:
         NotTranslatableError: the function is of another form, or raises.
     """
-    # Of one dimension, as positions are: others promote dtypes differently.
+    # 1-D, as the positions are: tensors without dimensions follow other rules of type promotion.
     batch, head = torch.tensor([b]), torch.tensor([h])
     tables = _Tables()
     q, kv = (_Axis(of_keys, torch.arange(n), tables) for of_keys, n in ((False, q_len), (True, kv_len)))
@@ -101,7 +102,7 @@ def _in_place(value: _Value, other: object) -> Any:
     raise NotTranslatableError("writes to a tensor in place")
 
 
-# Without these Python would make a new value, which other names of the old one would not see.
+# Without `__iadd__`, `x += y` would bind x to a new object, and other references to the old one would not change.
 for _dunder in ("add", "sub", "mul", "floordiv", "mod", "truediv", "and", "or", "xor", "rshift", "lshift", "pow"):
     setattr(_Value, f"__i{_dunder}__", _in_place)
 
@@ -156,7 +157,7 @@ class _Sum(_Value):
         return _Sum(q, kv, self.constant * factor, self.most * abs(factor))
 
     def exact(self) -> _Sum:
-        """Itself, as a result of arithmetic that may have been done in 32 bits."""
+        """Return itself; refuse numbers that may not fit in 32 bits, in which the function may compute."""
         if self.most + abs(self.constant) >= 2**30:
             raise NotTranslatableError("arithmetic that 32 bits may not hold")
         return self
@@ -202,7 +203,7 @@ class _Remainder(_Value):
 
 @dataclass(eq=False)
 class _Kept(_Value):
-    """A truth value that depends on both."""
+    """A truth value that depends on the query and the key."""
 
     mask: Mask
 
@@ -275,7 +276,7 @@ def _sum(value: _Any) -> _Sum:
 
 
 def _exact(numbers: Tensor) -> tuple[Tensor, int]:
-    """Numbers as int64, and how far from 0 they are; others than integers below 2**29 are refused."""
+    """Return numbers as int64 and their largest absolute value; others than integers below 2**29 are refused."""
     if numbers.dtype not in (torch.int64, torch.int32):
         raise NotTranslatableError(f"arithmetic of queries and keys in {numbers.dtype}")
     most = max(int(numbers.max()), -int(numbers.min()))
@@ -291,7 +292,7 @@ def _offset(numbers: Tensor) -> int | None:
 
 
 def _between(value: _Any, low: int, high: int) -> _Value:
-    """Whether a number is from `low` to `high`."""
+    """The mask of `low <= value <= high`."""
     if isinstance(value, _Remainder):
         return _Kept(
             PositionTest("distance_remainder", max(low, 0), min(high, value.size - 1), value.size, value.shift)
@@ -307,13 +308,13 @@ def _between(value: _Any, low: int, high: int) -> _Value:
     assert total.kv is not None
     both = _Sum(total.q, total.kv, 0, total.most)
     if both.shift is None:
-        negated = both.times(-1)
+        negated = both.times(-1)  # of `j - i`
         if negated.shift is None:
             return _Kept(_of_table(total.q, -total.kv, low, high))
         both, low, high = negated, -high, -low
     shift = both.shift
     assert shift is not None
-    if (low - shift, high) == (0, UNBOUNDED):
+    if (low - shift, high) == (0, UNBOUNDED):  # `high` was clamped: there is no upper bound
         return _Kept(Causal())
     return _Kept(PositionTest("distance", *_bounded(low - shift, high - shift)))
 
@@ -345,7 +346,8 @@ def _of_table(q: Tensor, kv: Tensor, low: int, high: int) -> Mask:
     raise NotTranslatableError("a difference of numbers that are no rows or columns of a grid")
 
 
-# Masks of comparisons of a table that ascends, by the bounds of differences, from that of equal entries.
+# For a table that ascends, by the bounds `(low, high)` of `table[i] - table[j]`: a function that builds the mask, given
+# the mask of `table[i] == table[j]`.
 _ORDERED: dict[tuple[int, int], Callable[[Mask], Mask]] = {
     (0, UNBOUNDED): lambda same: Causal() | same,
     (1, UNBOUNDED): lambda same: Causal() & ~same,
@@ -423,22 +425,24 @@ def _looked_up(table: _Any, items: _Any) -> _Kept:
     if axes[0].of_keys:
         chosen, axes = chosen.T, axes[::-1]
     sizes = [_block_size(axis.values) for axis in axes]
-    sizes = [other * -(-len(axis.values) // other) if size == 0 and other else size or len(axis.values)
-             for axis, size, other in zip(axes, sizes, sizes[::-1], strict=True)]  # fmt: skip
-    size = math.gcd(*sizes)
+    # A single block may be as long as a multiple of the other axis's blocks, which the tables keep then.
+    size = math.gcd(*filter(None, sizes)) if any(sizes) else max(len(axis.values) for axis in axes)
     if size < _SMALLEST_BLOCK:
         raise NotTranslatableError(f"a table of blocks of fewer than {_SMALLEST_BLOCK} tokens")
     blocks = [axis.values[::size] for axis in axes]
     chosen = chosen[blocks[0]][:, blocks[1]]
+    # The True or the False entries are listed, whichever are fewer in the whole table.
     is_mostly = 2 * int(chosen.sum()) > chosen.numel()
     if int((chosen ^ is_mostly).sum(1).max()) > _MOST_CHOSEN:
-        raise NotTranslatableError(f"a table of blocks of which one of queries has more than {_MOST_CHOSEN}")
+        raise NotTranslatableError(
+            f"a block table in which a block of queries lists more than {_MOST_CHOSEN} key blocks"
+        )
     mask = ChosenBlocks(size, tuple([tuple(row.nonzero()[0].tolist()) for row in (chosen ^ is_mostly).numpy()]))
     return _Kept(~mask if is_mostly else mask)
 
 
 def _block_size(numbers: Tensor) -> int:
-    """The n for which position i has the number `i // n`; 0 where all numbers are 0."""
+    """The n for which position i has the number `i // n`; 0 where all numbers are 0: there is a single block."""
     held = _exact(numbers)[0].numpy()
     changes = np.diff(held).nonzero()[0]
     size = int(changes[0]) + 1 if changes.size else len(held)
@@ -474,7 +478,7 @@ def _quotient(value: _Any, size: _Any) -> _Value:
 
 
 def _compared(low: int, high: int) -> Callable[[_Any, _Any], _Value]:
-    """A comparison of two numbers, by bounds of the first less the second."""
+    """Return a function that builds the mask of `low <= one - other <= high`."""
 
     def compared(one: _Any, other: _Any) -> _Value:
         for value, number, ends in ((one, other, (low, high)), (other, one, (-high, -low))):

@@ -16,9 +16,9 @@ from stof.masks.gpu_program import programs_of
 from stof.masks.index import Index
 from stof.masks.tensors import DenseMask
 
-# Scores that the host looks at for one device, in all plans together. It takes half a second. Those of a tensor, which
-# are copied first, count several times.
-HOST_SCORES, _OF_TENSOR = 2**28, 4
+# Maximum number of scores that the host evaluates for one device, summed over all plans: about half a second of work.
+# A mask given as a tensor is copied to the host first, so each of its scores counts `_TENSOR_COST` times.
+HOST_SCORES, _TENSOR_COST = 2**28, 4
 _evaluated: dict[torch.device, int] = {}
 # Scores, a byte each, of a mask that is evaluated as a whole on a GPU: those of 32,768 tokens.
 _MOST_SCORES = 2**30
@@ -33,17 +33,17 @@ def host_mask(
         mask, q_len, kv_len: the mask of a plan and its lengths.
         sizes: leading sizes of the mask, as `Mask.dims` gives them.
         device: the plan's.
-        row_keys: keys that a row keeps on average, where those lie together: the host looks at few others. None where
-            it looks at all keys.
+        row_keys: average number of keys that a row keeps, if these are contiguous; the host then evaluates few other
+            keys. None if it has to evaluate every key.
     """
     if device.type != "cuda":
         return None
     keep = mask.as_tensor(q_len, kv_len)
     scores = math.prod(sizes) * q_len * math.ceil(kv_len if row_keys is None else row_keys)
-    scores = _evaluated.get(device, 0) + (scores if keep is None else _OF_TENSOR * scores)
+    scores = _evaluated.get(device, 0) + (scores if keep is None else _TENSOR_COST * scores)
     if scores > HOST_SCORES:
         return None
-    if not has_gpu_form(mask, q_len, kv_len, sizes):  # it may read tensors on the device
+    if not has_gpu_form(mask, q_len, kv_len, sizes):  # a mask function that may read tensors on the device
         return None
     if keep is None and mask.tensors_device() is not None:
         return None
@@ -52,7 +52,7 @@ def host_mask(
 
 
 def scores_of(mask: Mask, q_len: int, kv_len: int, sizes: tuple[int, int], device: torch.device) -> Mask | None:
-    """Evaluate a mask on a device: a mask of a bool tensor with all of its scores; None if they do not fit.
+    """Evaluate every score of a mask on a device, and return a mask of the bool tensor; None if that is too large.
 
     Args:
         mask, q_len, kv_len, sizes: as for `host_mask`.
