@@ -261,3 +261,24 @@ def test_translations_are_exact_or_refused(name: str) -> None:
         except translate.NotTranslatableError:
             continue
         assert torch.equal(program.to_dense(Q, K)[0, 0], expected_of(EXACT[name], b, h))
+
+
+def test_translations_ignore_the_state_of_the_thread() -> None:
+    """The default device, and inference mode in an earlier call."""
+    weights = torch.nn.Parameter(torch.randn(300, generator=GENERATOR))
+    with torch.inference_mode():
+        assert FunctionMask(lambda b, h, q, k: (q // 5 == k // 5) | (q >= k)).translated(0, 0, 300, 300) is not None
+    fn = FunctionMask(lambda b, h, q, k: (weights[q] > 0) & (q >= k) | (k < 2))
+    expected = fn.to_dense(300)
+    with torch.device("meta"):
+        program = FunctionMask(fn.fn).translated(0, 0, 300, 300)
+    assert program is not None
+    assert torch.equal(program.to_dense(300), expected)
+
+
+def test_a_mask_keeps_few_translations() -> None:
+    mask = masks.from_function(lambda b, h, q, k: SORTED[q % 64] == SORTED[k % 64]).frozen()
+    assert isinstance(mask, FunctionMask)
+    for length in range(64, 104):
+        mask.translated(0, 0, length, length)
+    assert len(mask.__dict__["_translations"]) <= 16

@@ -292,6 +292,9 @@ class Placed(Wrapped):
     def has_monotonic_ranges(self) -> bool:
         return self.mask.has_monotonic_ranges
 
+    def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
+        return self.mask.row_orders(*self._lengths(q_len, kv_len))
+
     def _lengths(self, q_len: int, kv_len: int) -> tuple[int, int]:
         """Lengths of the inner mask, for a call of these lengths."""
         ends = q_len + self.q_offset, kv_len + self.kv_offset

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _RECTANGLES, _QUERIES, _KEYS = 16, 5, 6
 # Queries, and keys, at which a translation is compared with the function.
 _COMPARED = 64
+# Translations that one mask keeps.
+_MOST_TRANSLATIONS = 16
 
 
 @dataclass
@@ -48,12 +50,10 @@ class _Calling:
     Attributes:
         elementwise: whether to call them on broadcast tensors; else under vmap.
         compared: logarithms of the lengths at which calls on broadcast tensors were compared with single calls.
-        row_orders: of a translation; None before one was asked for.
     """
 
     elementwise: bool
     compared: set[tuple[int, int]] = field(default_factory=set)
-    row_orders: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -192,14 +192,9 @@ class FunctionMask(Mask):
         return keep.view((1,) * (4 - keep.ndim) + tuple(keep.shape))
 
     def row_orders(self, q_len: int, kv_len: int) -> tuple[str, ...]:
-        """Those of the translation for the first batch entry and head; functions alike share them."""
-        known = _known(self.fn)
-        if known is None:
-            return ()
-        if known.calling.row_orders is None:
-            mask = self.translated(0, 0, q_len, kv_len)
-            known.calling.row_orders = () if mask is None else mask.row_orders(q_len, kv_len)
-        return known.calling.row_orders
+        """Those of the translation for the first batch entry and head."""
+        mask = self.translated(0, 0, q_len, kv_len)
+        return () if mask is None else mask.row_orders(q_len, kv_len)
 
     def translated(self, b: int, h: int, q_len: int, kv_len: int) -> Mask | None:
         """The mask of a batch entry and head as tests and tables (`stof.masks.translate`); None where it has no such.
@@ -211,10 +206,15 @@ class FunctionMask(Mask):
         """
         if self.may_change:
             return self._translated(b, h, q_len, kv_len)
-        kept = self.__dict__.setdefault("_translations", {})
-        if (b, h, q_len, kv_len) not in kept:
-            kept[b, h, q_len, kv_len] = self._translated(b, h, q_len, kv_len)
-        return kept[b, h, q_len, kv_len]
+        kept: dict[tuple[int, int, int, int], Mask | None] = self.__dict__.setdefault("_translations", {})
+        key = (b, h, q_len, kv_len)
+        if key in kept:
+            return kept[key]
+        mask = self._translated(*key)
+        if len(kept) >= _MOST_TRANSLATIONS:  # lengths may change in every step
+            kept.clear()
+        kept[key] = mask
+        return mask
 
     @past_modes
     def _translated(self, b: int, h: int, q_len: int, kv_len: int) -> Mask | None:
@@ -594,7 +594,6 @@ def _some_scores(b: int, h: int, q_len: int, kv_len: int, device: torch.device) 
     return Index.make(q, kv, q_len=q_len, kv_len=kv_len, b=batch, h=head)
 
 
-@functools.lru_cache(maxsize=16)
 def _some_positions(n: int) -> Tensor:
     """Some positions of n, the first and last ones among them."""
     if n <= _COMPARED:

@@ -433,9 +433,9 @@ def _chosen_blocks(to: _Writer, mask: ChosenBlocks, at: _Place) -> int:
     size = mask.size
     first, stop, key_blocks = _blocks_of(to, size, at)
     entries = max(1, *map(len, mask.blocks))
-    if (stop - first) * entries > LONGEST:
-        raise _NotWritableError
     none = key_blocks + _PAST_THE_END  # a block that no key is in
+    if (stop - first) * entries > LONGEST or (none + 1) * size >= _MOST:
+        raise _NotWritableError
     rows = (mask.blocks[n] if n < len(mask.blocks) else () for n in range(first, stop))
     table = to.table([block for row in rows for block in (*row, *[none] * (entries - len(row)))])
     op = Op.CHOSEN_BLOCK_OF_KEY if at.swapped else Op.CHOSEN_BLOCK

@@ -52,9 +52,8 @@ def translated(fn: MaskFunction, b: int, h: int, q_len: int, kv_len: int) -> Mas
         NotTranslatableError: the function is of another form, or raises.
     """
     # 1-D, as the positions are: tensors without dimensions follow other rules of type promotion.
-    batch, head = torch.tensor([b]), torch.tensor([h])
-    tables = _Tables()
-    q, kv = (_Axis(of_keys, torch.arange(n), tables) for of_keys, n in ((False, q_len), (True, kv_len)))
+    batch, head = torch.tensor([b], device="cpu"), torch.tensor([h], device="cpu")
+    q, kv = (_Axis(of_keys, torch.arange(n, device="cpu")) for of_keys, n in ((False, q_len), (True, kv_len)))
     try:
         return _mask(fn(batch, head, q, kv))  # type: ignore[arg-type]
     except NotTranslatableError:
@@ -107,28 +106,12 @@ for _dunder in ("add", "sub", "mul", "floordiv", "mod", "truediv", "and", "or", 
     setattr(_Value, f"__i{_dunder}__", _in_place)
 
 
-class _Tables:
-    """Copies on the host of tensors that a function reads, each made once."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def on_host(self, table: Tensor) -> Tensor:
-        if table.device.type == "cpu":
-            return table
-        if table.nbytes > _LARGEST_TABLE:
-            raise NotTranslatableError(f"reads a table of more than {_LARGEST_TABLE >> 20} MiB on {table.device}")
-        _, copy = self._copies.setdefault(id(table), (table, table.cpu()))
-        return copy
-
-
 @dataclass(eq=False)
 class _Axis(_Value):
     """What depends on queries alone, or on keys alone: its value at each position `[n]`, on the host."""
 
     of_keys: bool
     values: Tensor
-    tables: _Tables
 
     @property
     def device(self) -> torch.device:
@@ -220,11 +203,10 @@ def _applied(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     if all(isinstance(x, _Axis) and x.of_keys == values[0].of_keys for x in values):
         first = values[0]
         assert isinstance(first, _Axis)
-        tables = first.tables
-        out = function(*_plain(args, tables), **_plain(kwargs, tables))
+        out = function(*_plain(args), **_plain(kwargs))
         if not isinstance(out, Tensor) or out.shape != first.values.shape:
             raise NotTranslatableError(f"{_name(function)} is not elementwise")
-        return _Axis(first.of_keys, out, tables)
+        return _Axis(first.of_keys, out)
     name = _name(function)
     if name == "div" and kwargs == {"rounding_mode": "floor"}:
         name, kwargs = "floor_divide", {}
@@ -248,16 +230,23 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _plain(value: Any, tables: _Tables) -> Any:
+def _on_host(table: Tensor) -> Tensor:
+    """A tensor that a function reads, as it is now: the function may write to it before it reads it again."""
+    if table.device.type != "cpu" and table.nbytes > _LARGEST_TABLE:
+        raise NotTranslatableError(f"reads a table of more than {_LARGEST_TABLE >> 20} MiB on {table.device}")
+    return table.cpu()
+
+
+def _plain(value: Any) -> Any:
     """The same with tensors on the host in place of stand-ins and of tensors elsewhere."""
     if isinstance(value, _Axis):
         return value.values
     if isinstance(value, Tensor):
-        return tables.on_host(value)
+        return _on_host(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(one, tables) for one in value)
+        return type(value)(_plain(one) for one in value)
     if isinstance(value, dict):
-        return {name: _plain(one, tables) for name, one in value.items()}
+        return {name: _plain(one) for name, one in value.items()}
     return value
 
 
@@ -418,7 +407,7 @@ def _looked_up(table: _Any, items: _Any) -> _Kept:
     is_pair = len(axes) == 2 and all(isinstance(axis, _Axis) for axis in axes)
     if not isinstance(table, Tensor) or table.dtype != torch.bool or len(picks) != table.ndim or not is_pair:
         raise NotTranslatableError("looks up queries and keys together in another form than a bool table of blocks")
-    table = axes[0].tables.on_host(table)
+    table = _on_host(table)
     dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, _Axis)]
     others = [_constant(pick) for pick in picks if not isinstance(pick, _Axis)]  # refuses truth values, which select
     chosen = table.movedim(dims, (-2, -1))[tuple(others)]

@@ -47,7 +47,7 @@ class PlanCache:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._keys: dict[Hashable, Hashable] = {}  # of plans, by call
-        self._calls: dict[Hashable, list[Hashable]] = {}  # calls in `_keys`, by plan
+        self._calls: dict[Hashable, set[Hashable]] = {}  # calls in `_keys`, by plan
         self._sizes: dict[Hashable, int] = {}  # bytes of plans, as last measured
         self._grown: set[Hashable] = set()  # keys of plans that grew since
         self._lock = ForkSafeLock()
@@ -73,7 +73,7 @@ class PlanCache:
             self._keys.clear()
             self._calls.clear()
         self._keys[call] = key
-        self._calls.setdefault(key, []).append(call)
+        self._calls.setdefault(key, set()).add(call)
 
     def of_call(self, call: Hashable) -> Plan | None:
         """Return the plan that was stored or found for an equal call, None if it was dropped."""
