@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[Value, str]] = {
     "two tables": (lambda b, h, q, k: SORTED[q] == SHUFFLED[0, k], "another one of the key"),
     "a table of pairs": (lambda b, h, q, k: FEW[:36].view(6, 6)[q % 6, k % 6], "looks up in a table of blocks"),
     "a product": (lambda b, h, q, k: q * k < 99, "product"),
+    "logarithms": (lambda b, h, q, k: torch.log(q + 1.0) > 2, "round differently"),
     "floats": (lambda b, h, q, k: q * 0.5 - k > 1.5, "float"),
     "large numbers": (lambda b, h, q, k: (SORTED * 2**40)[q] - k > 5, r"2\*\*29"),
     "a lower precision": (lambda b, h, q, k: SORTED.to(torch.uint8)[q] - k.to(torch.uint8) > 5, "uint8"),

@@ -206,6 +206,10 @@ def _applied(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         out = function(*_plain(args), **_plain(kwargs))
         if not isinstance(out, Tensor) or out.shape != first.values.shape:
             raise NotTranslatableError(f"{_name(function)} is not elementwise")
+        if out.is_floating_point() and _name(function) not in _EXACT:
+            raise NotTranslatableError(
+                f"{_name(function)} of floating-point numbers, which a GPU may round differently"
+            )
         return _Axis(first.of_keys, out)
     name = _name(function)
     if name == "div" and kwargs == {"rounding_mode": "floor"}:
@@ -409,8 +413,8 @@ def _looked_up(table: _Any, items: _Any) -> _Kept:
         raise NotTranslatableError("looks up queries and keys together in another form than a bool table of blocks")
     table = _on_host(table)
     dims = [dim for dim, pick in enumerate(picks) if isinstance(pick, _Axis)]
-    others = [_constant(pick) for pick in picks if not isinstance(pick, _Axis)]  # refuses truth values, which select
-    chosen = table.movedim(dims, (-2, -1))[tuple(others)]
+    fixed = [_constant(pick) for pick in picks if not isinstance(pick, _Axis)]  # refuses truth values: they are masks
+    chosen = table.movedim(dims, (-2, -1))[tuple(fixed)]
     if axes[0].of_keys:
         chosen, axes = chosen.T, axes[::-1]
     sizes = [_block_size(axis.values) for axis in axes]
@@ -507,6 +511,11 @@ def _chosen(condition: _Any, one: _Any, other: _Any) -> _Kept:
     return _Kept((where & a) | (~where & b))
 
 
+# Functions whose floating-point results are the same on the host, where they are computed here, and on a GPU.
+_EXACT = frozenset((
+    "getitem", "add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "neg", "abs", "to", "float", "double",
+    "where", "floor", "ceil", "trunc", "clamp", "minimum", "maximum",
+))  # fmt: skip
 # Functions of what depends on queries and keys, by name. Python passes the operands of reversed operators swapped.
 _TOGETHER: dict[str, Callable[..., _Value]] = {
     "add": lambda one, other: _sum(one).plus(_sum(other)).exact(),
