@@ -62,6 +62,23 @@ class ForwardConfig:
     exact_tiles: int = 1
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Compile-time choices of the backward kernel; fields alone, as for `ForwardConfig`.
+
+    Attributes:
+        width: head dimension in shared memory.
+        head_dim: of the tensors.
+        queries: of a tile, 64 or 128.
+        ordered: thread blocks add to dQ in the order of the work list.
+    """
+
+    width: int
+    head_dim: int
+    queries: int
+    ordered: int = 1
+
+
 def padded_width(head_dim: int) -> int:
     """Return the width of Q, K and V tiles in shared memory; TMA fills columns past head_dim with zeros."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256

@@ -47,6 +47,25 @@ def _per_thread(x, MAXIMUM: gl.constexpr):
 @no_type_check
 def masked(s, words, BLOCK_N: gl.constexpr):
     """Set scores to -inf where the bitmap is 0."""
+    return _selected(s, words, "0fFF800000", BLOCK_N)
+
+
+@gluon.jit
+@no_type_check
+def kept(p, words, BLOCK_N: gl.constexpr):
+    """Set probabilities to 0 where the bitmap is 0."""
+    return _selected(p, words, "0f00000000", BLOCK_N)
+
+
+@gluon.constexpr_function
+def _select(otherwise):  # type: ignore[no-untyped-def]
+    select = f"and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {otherwise}, p;"
+    return f"{{ .reg .pred p; .reg .b32 t; {select} }}"
+
+
+@gluon.jit
+@no_type_check
+def _selected(s, words, OTHERWISE: gl.constexpr, BLOCK_N: gl.constexpr):
     bits: gl.constexpr = bit_layout(BLOCK_N)
     split = gl.convert_layout(s.reshape([64, BLOCK_N // 8, 4, 2]), bits, assert_trivial=True)
     j = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, bits))))
@@ -55,7 +74,7 @@ def masked(s, words, BLOCK_N: gl.constexpr):
                 + pair.expand_dims(0).expand_dims(1).expand_dims(2))  # fmt: skip
     # One select at a time: ptxas then moves seven bits at once to predicates (R2P) and does not run out of them.
     split = gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        _select(OTHERWISE),
         "=f,f,r,r",
         [split, words.expand_dims(1).expand_dims(3), bit],
         dtype=gl.float32,

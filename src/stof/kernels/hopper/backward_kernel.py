@@ -1,0 +1,367 @@
+"""dQ, dK and dV on Hopper in one pass, in Gluon: each score is computed once for all three gradients.
+
+A thread block owns 128 keys of one key head: K and V stay in shared memory, dK and dV in the registers of two consumer
+warpgroups, 64 keys each. It goes through the tiles of 64 queries in which a query sees one of its keys (the transposed
+layout), and computes scores transposed, `[keys, queries]`, so that P and dS are the left operands of dV and dK.
+
+    S = K Q^T          P = exp2(scale * S - lse)         dV += P dO
+    dP = V dO^T        dS = P * (dP - delta)             dK += dS Q         dQ = dS^T K
+
+dQ of a tile needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ's columns. The
+accumulator warp adds them to float32 memory with TMA. Thread blocks that see the same queries add in a fixed order, so
+equal calls give equal bits: a counter for each tile of queries says how many have added. The number of a thread block's
+turn (`rank`) is how many work items earlier in the work list see that tile. Work items are taken in the order of the
+list, so a thread block only waits for those that have started: there is no deadlock, whatever runs on the GPU beside.
+The first one stores instead of adding; nothing has to be cleared.
+
+| barrier    | stages | producer warp                  | consumer warpgroups            | accumulator warp           |
+|------------|--------|--------------------------------|--------------------------------|----------------------------|
+| kv_full    | 1      | copies K and V                 | wait before the first tile     | -                          |
+| q_full     | 2      | copies Q, dO, lse, delta       | wait before S                  | -                          |
+| q_empty    | 2      | wait before it copies          | arrive after dK                | -                          |
+| dq_full    | 2      | -                              | warpgroup g arrives at g with  | wait before it adds half g |
+|            |        |                                | its half of dQ in memory       |                            |
+| dq_empty   | 2      | -                              | wait before it writes its half | arrive when both were read |
+| named 8    | 1      | -                              | both have written dS           | -                          |
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; FlashAttention-3 (arXiv 2407.08608), section 3.1, for the
+roles of warps.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stof.kernels.hopper.intrinsics import (
+    async_add,
+    async_load,
+    async_store,
+    bit_layout,
+    count_up,
+    fence_async,
+    hide_from_compiler,
+    meet,
+    read_count,
+    reinterpret,
+    tile_layout,
+    wait_count,
+    wait_stores,
+    wait_stores_read,
+)
+from stof.kernels.hopper.softmax import kept
+from stof.runtime.pdl import launch_next_and_wait
+
+# Keys of a thread block, stages of queries.
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+# Fields of a tile: number of its queries' block, its bitmap (below 0 for a full tile), and whose turn it is.
+TILE_SIZE = gl.constexpr(4)
+
+BackwardArgs = namedtuple(
+    "BackwardArgs",
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr "
+    "bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full "
+    "q_full q_empty dq_full dq_empty row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks "
+    "kv_len strides scale score_scale",
+)
+
+
+@gluon.jit
+@no_type_check
+def _tiles_of(args, head):
+    """Tiles of this thread block's keys for a query head, `(begin, end)`."""
+    pattern = gl.load(args.pattern_of_ptr + args.b * args.mask_b + head * args.mask_h)
+    number = pattern * args.row_blocks + args.row_block
+    return gl.load(args.row_block_ptr + number), gl.load(args.row_block_ptr + number + 1)
+
+
+@gluon.jit
+@no_type_check
+def _producer(args, config: gl.constexpr):
+    """Copy K and V, then each tile's queries."""
+    QUERIES: gl.constexpr = config.queries
+    D: gl.constexpr = config.width
+    dtype: gl.constexpr = args.q_smem.dtype
+    rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
+    keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
+    first_key = args.row_block * KEYS
+    mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
+    k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+    v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+    async_load(args.k_desc, [args.b, args.kv_head, first_key, 0], args.kv_full, k_tile)
+    async_load(args.v_desc, [args.b, args.kv_head, first_key, 0], args.kv_full, v_tile)
+    stage = 0
+    phase = 1
+    for i in range(args.heads_per_group):
+        head = args.kv_head * args.heads_per_group + i
+        begin, end = _tiles_of(args, head)
+        first_stats = (args.b * args.heads + head) * args.q_blocks
+        for tile in range(begin, end):
+            q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE)
+            mbarrier.wait(args.q_empty.index(stage), phase)
+            full = args.q_full.index(stage)
+            mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
+            q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+            d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+            async_load(args.q_desc, [args.b, head, q_block * QUERIES, 0], full, q_tile)
+            async_load(args.stats_desc, [first_stats + q_block, 0], full, args.stats_smem.index(stage))
+            async_load(args.d_out_desc, [args.b, head, q_block * QUERIES, 0], full, d_out_tile)
+            last = stage == STAGES - 1
+            stage = gl.where(last, 0, stage + 1)
+            phase = gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+@no_type_check
+def _accumulator(args, config: gl.constexpr):
+    """Add dQ of each tile to memory, when it is this thread block's turn."""
+    QUERIES: gl.constexpr = config.queries
+    HALF: gl.constexpr = config.width // 2
+    phase = 0
+    for i in range(args.heads_per_group):
+        head = args.kv_head * args.heads_per_group + i
+        begin, end = _tiles_of(args, head)
+        first = (args.b * args.heads + head) * args.q_blocks
+        block = first + gl.load(args.tiles_ptr + begin * TILE_SIZE)
+        rank = gl.load(args.tiles_ptr + begin * TILE_SIZE + 2)
+        seen = 0
+        for tile in range(begin, end):
+            # Past the last tile, its fields are any tile's.
+            next_block = first + gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE)
+            next_rank = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + 2)
+            if config.ordered & 1:
+                if seen < rank:
+                    wait_count(args.counters_ptr + block, rank)
+                fence_async()
+            for g in gl.static_range(2):
+                mbarrier.wait(args.dq_full.index(g), phase)
+                if config.ordered > 0 and rank == 0:
+                    async_store(args.dq_desc, [block * QUERIES, g * HALF], args.dq_smem.index(g))
+                else:
+                    async_add(args.dq_desc, [block * QUERIES, g * HALF], args.dq_smem.index(g))
+            wait_stores_read()
+            mbarrier.arrive(args.dq_empty, count=1)
+            if config.ordered & 1:
+                # Read while the stores are under way.
+                seen = read_count(args.counters_ptr + next_block)
+            if config.ordered > 0:
+                wait_stores()
+                count_up(args.counters_ptr + block, config.ordered < 3)
+            block = next_block
+            rank = next_rank
+            phase = phase ^ 1
+    wait_stores_read()
+
+
+@gluon.jit
+@no_type_check
+def _stats(args, stage, number: gl.constexpr, layout: gl.constexpr, config: gl.constexpr):
+    """lse (0) or delta (1) of a tile's queries."""
+    QUERIES: gl.constexpr = config.queries
+    memory: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    stats = reinterpret(args.stats_smem, gl.float32, [STAGES * 2, QUERIES], memory)
+    return stats.index(stage * 2 + number).load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+@no_type_check
+def _keys(smem, GROUP: gl.constexpr):
+    """This warpgroup's 64 rows of K or V. The compiler would keep their addresses in registers all the time."""
+    return smem.index(hide_from_compiler(0)).slice(GROUP * 64, 64, dim=0)
+
+
+@gluon.jit
+@no_type_check
+def _scores(args, stage, phase, exists, GROUP: gl.constexpr, config: gl.constexpr):
+    """Issue S of a tile, `[64 keys, queries]`; of none, whatever is in memory."""
+    QUERIES: gl.constexpr = config.queries
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    mbarrier.wait(args.q_full.index(stage), phase, pred=exists)
+    none = gl.zeros([64, QUERIES], gl.float32, layout)
+    q = args.q_smem.index(stage)
+    return warpgroup_mma(_keys(args.k_smem, GROUP), q.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+@no_type_check
+def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
+    """Return dS of a tile in 16 bits, and dv with this tile's part in flight."""
+    QUERIES: gl.constexpr = config.queries
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    dtype: gl.constexpr = args.q_smem.dtype
+    none = gl.zeros([64, QUERIES], gl.float32, layout)
+    d_out = args.d_out_smem.index(stage)
+    dp = warpgroup_mma(_keys(args.v_smem, GROUP), d_out.permute((1, 0)), none, use_acc=False, is_async=True)
+    p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
+    if bitmap >= 0:
+        p = kept(p, words, QUERIES)
+    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dv = warpgroup_mma(p16, d_out, dv, is_async=True)
+    return (p * (dp - _stats(args, stage, 1, layout, config))).to(dtype), dv
+
+
+@gluon.jit
+@no_type_check
+def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
+    """Compute 64 keys' dK and dV, and half of the columns of each tile's dQ.
+
+    S of the next tile is computed in each tile, while dQ goes to shared memory.
+    """
+    QUERIES: gl.constexpr = config.queries
+    D: gl.constexpr = config.width
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = args.q_smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(QUERIES)))
+    word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
+    words_ptr = args.bitmaps_ptr + GROUP * 256 + word_row[:, None] * 4 + word[None, :]
+    dk = gl.zeros([64, D], gl.float32, layout)
+    dv = gl.zeros([64, D], gl.float32, layout)
+    left = 0
+    for i in range(args.heads_per_group):
+        begin, end = _tiles_of(args, args.kv_head * args.heads_per_group + i)
+        left += end - begin
+    stage = 0
+    phase = 0
+    parity = 1
+    mbarrier.wait(args.kv_full, 0)
+    s = _scores(args, 0, 0, left > 0, GROUP, config)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for i in range(args.heads_per_group):
+        begin, end = _tiles_of(args, args.kv_head * args.heads_per_group + i)
+        # The bitmap of a tile is loaded a tile ahead, its number two.
+        bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + 1)
+        words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
+        next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + 1)
+        for tile in range(begin, end):
+            ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
+            bitmap = next_bitmap
+            words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
+            next_bitmap = gl.load(args.tiles_ptr + (tile + 2) * TILE_SIZE + 1)
+            both = args.ds_smem.index(stage)
+            both.slice(GROUP * 64, 64, dim=0).store(ds)
+            fence_async_shared()
+            dv = warpgroup_mma_wait(0, deps=(dv,))
+            meet()
+            no_dq = gl.zeros([QUERIES, HALF], gl.float32, dq_layout)
+            k_half = args.k_smem.index(hide_from_compiler(0)).slice(GROUP * HALF, HALF, dim=1)
+            dq = warpgroup_mma(both.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
+            left -= 1
+            s = _scores(args, stage ^ 1, phase ^ stage, left > 0, GROUP, config)
+            dq = warpgroup_mma_wait(2, deps=(dq,))
+            mbarrier.wait(args.dq_empty, parity)
+            args.dq_smem.index(hide_from_compiler(GROUP)).store(dq)
+            fence_async_shared()
+            mbarrier.arrive(args.dq_full.index(GROUP), count=1)
+            s, dk = warpgroup_mma_wait(0, deps=(s, dk))
+            mbarrier.arrive(args.q_empty.index(stage), count=1)
+            phase = phase ^ stage
+            stage = stage ^ 1
+            parity = parity ^ 1
+    row = args.row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    exists = (row < args.kv_len)[:, None] & (column < config.head_dim)[None, :]
+    b, h = args.b.to(gl.int64), args.kv_head.to(gl.int64)
+    dk_b, dk_h, dk_s, dv_b, dv_h, dv_s = args.strides
+    rows = row.to(gl.int64)[:, None]
+    gl.store(args.dk_ptr + b * dk_b + h * dk_h + rows * dk_s + column[None, :], (dk * args.scale).to(dtype), exists)
+    gl.store(args.dv_ptr + b * dv_b + h * dv_h + rows * dv_s + column[None, :], dv.to(dtype), exists)
+
+
+@gluon.jit
+@no_type_check
+def backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    d_out_desc,
+    stats_desc,
+    dq_desc,
+    dk_ptr,
+    dv_ptr,
+    counters_ptr,
+    tiles_ptr,
+    row_block_ptr,
+    bitmaps_ptr,
+    pattern_of_ptr,
+    order_ptr,
+    items,
+    row_blocks,
+    groups,
+    groups_at_once,
+    kv_heads,
+    heads_per_group,
+    mask_b,
+    mask_h,
+    q_blocks,
+    kv_len,
+    strides,
+    scale,
+    score_scale,
+    CONFIG: gl.constexpr,  # BackwardConfig
+    USE_PDL: gl.constexpr,
+):
+    """See the module."""
+    launch_next_and_wait(USE_PDL)
+    D: gl.constexpr = CONFIG.width
+    QUERIES: gl.constexpr = CONFIG.queries
+    dtype: gl.constexpr = q_desc.dtype
+    k_smem = gl.allocate_shared_memory(dtype, [1, KEYS, D], tile_layout(dtype, KEYS, D, 2))
+    v_smem = gl.allocate_shared_memory(dtype, [1, KEYS, D], tile_layout(dtype, KEYS, D, 2))
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
+    d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
+    ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
+    HALF: gl.constexpr = D // 2
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, QUERIES, HALF], tile_layout(gl.float32, QUERIES, HALF, 2))
+    stats_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    )
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(dq_empty, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(dq_full.index(i), count=1)
+    fence_async_shared()
+    # Items are taken in the order of the list: `groups_at_once` key heads side by side, from item to item.
+    ticket = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+    chunk = ticket // (items * groups_at_once)
+    rest = ticket - chunk * (items * groups_at_once)
+    side = gl.minimum(groups_at_once, groups - chunk * groups_at_once)
+    group = chunk * groups_at_once + rest % side
+    row_block = gl.load(order_ptr + rest // side)
+    args = BackwardArgs(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, counters_ptr=counters_ptr + 1, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
+        bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
+        k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
+        kv_full=kv_full, q_full=q_full, q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_block,
+        row_blocks=row_blocks, b=group // kv_heads, kv_head=group % kv_heads, heads=kv_heads * heads_per_group,
+        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, kv_len=kv_len,
+        strides=strides, scale=scale, score_scale=score_scale,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (_producer, (args, CONFIG)),
+         (_accumulator, (args, CONFIG))],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
