@@ -59,6 +59,7 @@ def bind_backward(
     queries = lists.queries
     q_blocks = -(-q_len // queries)
     blocks = batch * heads * q_blocks
+    slots = lists.slots if ordered else 1
     groups = batch * kv_heads
     dq_like, dk_like, dv_like = empty_gradient(q), empty_gradient(k), empty_gradient(v)
     of_rows = Launch(
@@ -68,7 +69,7 @@ def bind_backward(
     )  # fmt: skip
     convert = Launch(
         convert_dq_kernel, blocks, (),
-        (dq_like.stride()[:3], heads, q_len, q_blocks, options.scale), (queries, head_dim, width, pdl),
+        (dq_like.stride()[:3], heads, q_len, q_blocks, blocks, options.scale), (slots, queries, head_dim, width, pdl),
         num_warps=4, use_pdl=pdl, device=device,
     )  # fmt: skip
     mask_batch, mask_heads = lists.pattern_of.shape
@@ -78,7 +79,7 @@ def bind_backward(
         backward_kernel, groups * row_blocks,
         (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of, lists.order),
         (row_blocks, row_blocks, groups, groups_at_once or groups, kv_heads, heads // kv_heads,
-         mask_heads if mask_batch > 1 else 0, int(mask_heads > 1), q_blocks, kv_len,
+         mask_heads if mask_batch > 1 else 0, int(mask_heads > 1), q_blocks, blocks, kv_len,
          (*dk_like.stride()[:3], *dv_like.stride()[:3]), options.scale, options.scale * math.log2(math.e)),
         (config, pdl),
         num_warps=4,
@@ -86,7 +87,7 @@ def bind_backward(
             Window.over(q, queries, width), Window.over(k, KEYS, width),
             Window.over(v, KEYS, width), Window.over(d_out, queries, width),
             MatrixWindow(blocks, 2 * queries, (1, 2 * queries), 0),
-            MatrixWindow(blocks * queries, width, (queries, width // 2), min(128, 2 * width)),
+            MatrixWindow(slots * blocks * queries, width, (queries, width // 2), min(128, 2 * width)),
         ),
         use_pdl=pdl, device=device,
     )  # fmt: skip
@@ -98,8 +99,8 @@ def bind_backward(
         del bias, sinks, seed
         d_lse = None if d_lse is None else d_lse.float().contiguous()
         stats = lse.new_empty(blocks, 2 * queries)
-        counters = torch.empty(1 + blocks, dtype=torch.int32, device=device)
-        sums = (lse.new_empty if ordered else lse.new_zeros)(blocks * queries, width)
+        counters = torch.empty(1 + 2 * blocks, dtype=torch.int32, device=device)
+        sums = (lse.new_empty if ordered else lse.new_zeros)(slots * blocks * queries, width)
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         of_rows(out, d_out, lse, lse if d_lse is None else d_lse, stats, counters)
         main(dk, dv, counters, bases=(q, k, v, d_out, stats, sums))

@@ -71,7 +71,7 @@ BackwardArgs = namedtuple(
     "BackwardArgs",
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr "
     "bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full "
-    "q_full q_empty dq_full dq_empty row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks "
+    "q_full q_empty dq_full dq_empty row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks "
     "kv_len strides scale score_scale",
 )
 
@@ -134,31 +134,38 @@ def _accumulator(args, config: gl.constexpr):
         first = (args.b * args.heads + head) * args.q_blocks
         block = first + gl.load(args.tiles_ptr + begin * TILE_SIZE)
         rank = gl.load(args.tiles_ptr + begin * TILE_SIZE + 2)
+        slot = gl.load(args.tiles_ptr + begin * TILE_SIZE + 3)
         seen = 0
         for tile in range(begin, end):
             # Past the last tile, its fields are any tile's.
             next_block = first + gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE)
             next_rank = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + 2)
+            next_slot = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + 3)
+            counter_ptr = args.counters_ptr + (block * 2 + slot)
+            row = (block + slot * args.blocks) * QUERIES
+            if config.ordered == 0:
+                row = block * QUERIES
             if config.ordered & 1:
                 if seen < rank:
-                    wait_count(args.counters_ptr + block, rank)
+                    wait_count(counter_ptr, rank)
                 fence_async()
             for g in gl.static_range(2):
                 mbarrier.wait(args.dq_full.index(g), phase)
                 if config.ordered > 0 and rank == 0:
-                    async_store(args.dq_desc, [block * QUERIES, g * HALF], args.dq_smem.index(g))
+                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
                 else:
-                    async_add(args.dq_desc, [block * QUERIES, g * HALF], args.dq_smem.index(g))
+                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
             wait_stores_read()
             mbarrier.arrive(args.dq_empty, count=1)
             if config.ordered & 1:
                 # Read while the stores are under way.
-                seen = read_count(args.counters_ptr + next_block)
+                seen = read_count(args.counters_ptr + (next_block * 2 + next_slot))
             if config.ordered > 0:
                 wait_stores()
-                count_up(args.counters_ptr + block, config.ordered < 3)
+                count_up(counter_ptr, config.ordered < 3)
             block = next_block
             rank = next_rank
+            slot = next_slot
             phase = phase ^ 1
     wait_stores_read()
 
@@ -309,6 +316,7 @@ def backward_kernel(
     mask_b,
     mask_h,
     q_blocks,
+    blocks,
     kv_len,
     strides,
     scale,
@@ -357,7 +365,7 @@ def backward_kernel(
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
         kv_full=kv_full, q_full=q_full, q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_block,
         row_blocks=row_blocks, b=group // kv_heads, kv_head=group % kv_heads, heads=kv_heads * heads_per_group,
-        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, kv_len=kv_len,
+        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
         strides=strides, scale=scale, score_scale=score_scale,
     )  # fmt: skip
     gl.warp_specialize(

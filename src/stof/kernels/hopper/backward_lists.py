@@ -37,6 +37,7 @@ class BackwardLists:
     row_block_ptr: Tensor
     tiles: Tensor
     bitmaps: Tensor
+    slots: int
     queries: int
     q_len: int
     kv_len: int
@@ -61,14 +62,22 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
         tile_bitmap = torch.where(ragged[row_block] & (tile_bitmap < 0), len(bitmaps), tile_bitmap)
         bitmaps = torch.cat([bitmaps, rows.to(bitmaps.dtype)])
     q_block = layout.tile_columns()[:, 0].long() // layout.config.block_n
-    order = torch.argsort(count.view(-1, row_blocks).amax(0), descending=True, stable=True)
-    tiles = torch.stack([q_block, tile_bitmap.long(), _ranks(row_block, q_block, order, layout), 0 * q_block], 1)
-    tiles = tiles[torch.argsort(row_block * -(-layout.kv_len // layout.config.block_n) + q_block)]
+    # From the last keys on, each block of keys from its diagonal on, then from the first queries on: a block comes to
+    # queries after the block behind it has.
+    q_blocks = -(-layout.kv_len // layout.config.block_n)
+    keys = torch.arange(row_blocks, device=layout.device)
+    diagonal = (keys * layout.config.block_m * layout.kv_len // (layout.q_len * layout.config.block_n))[row_block % row_blocks]
+    slot = (q_block < diagonal).long()
+    ranks = _ranks(row_block, q_block * 2 + slot, 2 * q_blocks, row_blocks)
+    tiles = torch.stack([q_block, tile_bitmap.long(), ranks, slot], 1)
+    tiles = tiles[torch.argsort((row_block * 2 + slot) * q_blocks + q_block)]
+    order = keys.flip(0)
     return BackwardLists(
         pattern_of=layout.pattern_of.int().contiguous(),
         order=order.int(),
         row_block_ptr=layout.row_block_ptr.int().contiguous(),
         tiles=torch.nn.functional.pad(tiles, (0, 0, 0, 2)).int().contiguous(),
+        slots=1 + int(bool(slot.any())),
         bitmaps=accumulator_order(bitmaps, layout.config.block_n),
         queries=layout.config.block_n,
         q_len=layout.kv_len,
@@ -76,14 +85,12 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     )
 
 
-def _ranks(row_block: Tensor, q_block: Tensor, order: Tensor, layout: Layout) -> Tensor:
-    """How many row blocks earlier in `order` have a tile of the same queries in the same pattern, for each tile."""
-    row_blocks, q_blocks = layout.row_blocks, -(-layout.kv_len // layout.config.block_n)
-    queries = row_block // row_blocks * q_blocks + q_block
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(row_blocks, device=order.device))
-    by_queries = torch.argsort(queries * row_blocks + position[row_block % row_blocks])
-    adding = torch.bincount(queries, minlength=layout.patterns * q_blocks)
+def _ranks(row_block: Tensor, place: Tensor, places: int, row_blocks: int) -> Tensor:
+    """How many later blocks of keys of the same pattern have a tile with the same place, for each tile."""
+    place = row_block // row_blocks * places + place
+    by_place = torch.argsort(place * row_blocks + row_blocks - 1 - row_block % row_blocks)
+    adding = torch.bincount(place)
     first = adding.cumsum(0) - adding
-    ranks = torch.empty_like(queries)
-    ranks[by_queries] = torch.arange(len(queries), device=order.device) - first[queries[by_queries]]
+    ranks = torch.empty_like(place)
+    ranks[by_place] = torch.arange(len(place), device=place.device) - first[place[by_place]]
     return ranks

@@ -20,7 +20,7 @@ def backward_rows_kernel(
     lse_ptr,  # [B, H, Sq] float32, contiguous, as d_lse
     d_lse_ptr,
     stats_ptr,  # [B * H * blocks of queries, 2, ROWS] float32: lse and delta
-    counters_ptr,  # [1 + B * H * blocks of queries] int32
+    counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32
     out_strides,
     d_out_strides,
     heads,
@@ -58,7 +58,7 @@ def backward_rows_kernel(
         delta -= tl.where(some, d_lse, 0.0)
     tl.store(stats_ptr + program * (2 * ROWS) + r, tl.where(some, lse * LOG2E, float("inf")))
     tl.store(stats_ptr + program * (2 * ROWS) + ROWS + r, delta)
-    tl.store(counters_ptr + 1 + program, 0)
+    tl.store(counters_ptr + 1 + 2 * program + tl.arange(0, 2), 0)
     if program == 0:
         tl.store(counters_ptr, 0)
 
@@ -73,7 +73,9 @@ def convert_dq_kernel(
     heads,
     q_len,
     q_blocks,
+    blocks,
     scale,
+    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -86,9 +88,12 @@ def convert_dq_kernel(
     r = tl.arange(0, ROWS)
     row = (program % q_blocks) * ROWS + r
     d = tl.arange(0, BLOCK_D)
-    some = tl.load(counters_ptr + 1 + program) > 0
     at = program.to(tl.int64) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-    sums = tl.load(sums_ptr + at, mask=some & (r >= 0)[:, None] & (d >= 0)[None, :], other=0.0)
+    sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        some = tl.load(counters_ptr + 1 + 2 * program + slot) > 0
+        mask = some & (r >= 0)[:, None] & (d >= 0)[None, :]
+        sums += tl.load(sums_ptr + slot * blocks.to(tl.int64) * (ROWS * BLOCK_D) + at, mask=mask, other=0.0)
     b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     base = dq_ptr + b * strides[0] + h * strides[1] + row.to(tl.int64)[:, None] * strides[2] + d[None, :]
     tl.store(base, (sums * scale).to(dq_ptr.dtype.element_ty), mask=(row < q_len)[:, None] & (d < HEAD_DIM)[None, :])
