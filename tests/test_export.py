@@ -99,6 +99,28 @@ def test_exported_programs_take_masks_as_inputs(tmp_path: Path) -> None:
     compare_in_another_process(program, (q, k, v, other), expected, tmp_path)
 
 
+class AttendingInDocuments(torch.nn.Module):
+    def __init__(self, mask: Any) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return stof.attention(q, k, v, self.mask & masks.documents(ids)) + 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_take_ids_of_documents_as_inputs(strict: bool, tmp_path: Path) -> None:
+    q, k, v = make_inputs().qkv
+    ids, mask = torch.arange(LENGTH) // 9, masks.causal() & masks.padding([50])
+    with torch.no_grad():
+        program = torch.export.export(AttendingInDocuments(mask), (q, k, v, ids), strict=strict)
+        with pytest.raises(Exception, match=r"to_dense\("):
+            torch.export.export(AttendingInDocuments(masks.from_dense(KEEP)), (q, k, v, ids), strict=strict)
+    other = torch.arange(LENGTH) // 20
+    expected = stof.attention(q, k, v, mask & masks.documents(other))
+    compare_in_another_process(program, (q, k, v, other), expected, tmp_path)
+
+
 REFUSED: dict[str, Callable[[Path], Any]] = {
     "function": lambda folder: lambda b, h, q, kv: q >= kv,
     "function mask": lambda folder: masks.from_function(lambda b, h, q, kv: q >= kv),

@@ -19,25 +19,26 @@ from stof.dispatch import (
 from stof.dtensors import global_result, is_dtensor, local_call
 from stof.errors import KernelError, UnsupportedError
 from stof.flop_formula import register_flops
-from stof.handles import FULL, Intersection, handle_of, is_constant
+from stof.handles import FULL, TENSOR, handle_of, is_constant
 from stof.kernels.dropout import draw_seed
 from stof.kernels.implementation import Options
 from stof.kernels.quantization import Scales
 from stof.layout import LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import as_mask, is_function_or_block_mask
+from stof.masks.traced import Intersection
 from stof.operators import (
     EagerAttention,
     copy_of_mask_op,
     dropout_attention_op,
     masked_attention_op,
-    saved_in_forward,
     varying_attention_op,
     varying_dropout_attention_op,
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
 from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
+from stof.runtime.recomputation import saved_in_forward
 from stof.selection import Explanation
 from stof.validation import (
     check_bias,
@@ -60,8 +61,7 @@ Results = tuple[Tensor, Tensor]
 _WHY_UPDATES = "compiled code would not notice updates of a dynamic plan between a call and its backward pass"
 _WHY_CHANGES = (
     "compiled code cannot differentiate attention under a mask function that reads what may change, because the "
-    "backward pass would read it again; give a plan of the mask, masks.from_dense(...), or a function that reads no "
-    "variables"
+    "backward pass would read it again; in each call give mask.frozen() or a plan, made outside of compiled code"
 )
 
 
@@ -330,7 +330,7 @@ def _operator_call(call: _Call, mask_or_plan: Any, implementation: str | None, t
                 )
     handle = handle_of(mask_or_plan, q, k, traced)
     keep = handle.keep
-    if differentiated and keep is not None:
+    if differentiated and keep is not None and handle.key == TENSOR:
         # The version counter misses some writes to the user's tensor; the backward pass reads this copy.
         keep = saved_in_forward(copy_of_mask_op, keep)
     if differentiated and traced and handle.may_change:

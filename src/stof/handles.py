@@ -14,64 +14,25 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from stof.masks import Mask, full
+from stof.masks import Mask, documents, full
 from stof.masks.parse import mask_by_key, mask_by_number
 from stof.masks.tensors import DenseMask, as_mask, dense_view, is_function_or_block_mask
+from stof.masks.traced import DOCUMENTS, NUMBERED, SEPARATOR, Intersection
 from stof.plans.plan import Plan
+from stof.runtime.memory import refuse_values
 from stof.runtime.private import FakeTensor, is_exporting
 
 FULL = full()
-# Intersections that plans keep alive, by number and handle.
-_INTERSECTIONS: WeakValueDictionary[tuple[int, str], Mask] = WeakValueDictionary()
+# Intersections that plans keep alive, by the numbers of their documents and of a mask, and handle.
+_INTERSECTIONS: WeakValueDictionary[tuple[int, int, str], Mask] = WeakValueDictionary()
 # The operators' argument `mask` is a mask's key or one of these, which are keys of no mask. PLAN: the argument `number`
-# is a plan's. NUMBERED: it is a mask's; handles of an `Intersection` begin with this. TENSOR: `keep` is the mask.
-PLAN, NUMBERED, TENSOR = "<plan>", "<mask>", "<tensor>"
-# Between the masks of an `Intersection`: in no key, and no new line, since Inductor writes arguments into comments.
-_SEPARATOR = "; "
+# is a plan's. NUMBERED: it is a mask's. TENSOR: `keep` is the mask. Or it is the handle of an `Intersection`.
+PLAN, TENSOR = "<plan>", "<tensor>"
 
-
-class Intersection(NamedTuple):
-    """Masks that the operators intersect: a score is kept if every mask keeps it.
-
-    For compiled code. At least one of the masks has a number (see `Mask`). Their intersection, made at once, would get
-    one too, and Dynamo cannot trace how a mask gets its number.
-
-    Attributes:
-        masks: in the positions of the call.
-    """
-
-    masks: tuple[Mask, ...]
-
-    @property
-    def number(self) -> int:
-        """The operators' argument `number`: that of the first mask with a number."""
-        return next(mask.number for mask in self.masks if mask.number)
-
-    @property
-    def may_change(self) -> bool:
-        """Whether one of the masks reads what may be written to."""
-        return any(mask.may_change for mask in self.masks)
-
-    @property
-    def handle(self) -> str:
-        """The operators' argument `mask`: `NUMBERED`, then a text for each mask.
-
-        The text is the mask's key; `?` for the first mask with a number; `#N` for others, which are thus constants of
-        the compiled code: it is compiled anew where they change.
-        """
-        texts, named = [NUMBERED], False
-        for mask in self.masks:
-            if not mask.number:
-                texts.append(mask.key)
-            else:
-                # Dynamo cannot write a number that it made an input of its graph; int() makes it a constant.
-                texts.append(f"#{int(mask.number)}" if named else "?")
-                named = True
-        return _SEPARATOR.join(texts)
-
-    def as_mask(self) -> Mask:
-        """The intersection as a mask."""
-        return functools.reduce(operator.and_, self.masks)
+# The last documents that operators were given, newest first: layers and backward passes ask for the same ones. Replaced
+# as a whole, so that threads need no lock.
+_RECENT: tuple[tuple[tuple[object, ...], Mask], ...] = ()
+_MOST_RECENT = 8
 
 
 def is_full(mask: Mask | Intersection) -> bool:
@@ -82,30 +43,46 @@ def is_full(mask: Mask | Intersection) -> bool:
     return not isinstance(mask, Intersection) and not mask.number and mask == FULL
 
 
-def intersection(mask: Mask | Intersection, other: Mask) -> Mask | Intersection:
+def intersection(mask: Mask | Intersection, other: Mask | Intersection) -> Mask | Intersection:
     """`mask & other`, without `masks.full()`; in code that is being compiled, an `Intersection` if one has a number."""
     if is_full(other):
         return mask
     if is_full(mask):
         return other
-    if isinstance(mask, Intersection):
-        return Intersection((*mask.masks, other))
+    if isinstance(mask, Intersection) or isinstance(other, Intersection):
+        return mask & other
     if (mask.number or other.number) and torch.compiler.is_compiling() and not is_exporting():
         return Intersection((mask, other))
     return mask & other
 
 
-def _numbered(number: int, handle: str) -> Mask:
+def _documents_of(ids: Tensor) -> Mask:
+    """`documents(ids)`, made once for the calls that share ids."""
+    global _RECENT
+    refuse_values(torch.device("cuda"), also_own=True)
+    key = (ids.dtype, ids.shape, ids.numpy().tobytes())
+    for known, mask in _RECENT:
+        if known == key:
+            return mask
+    made = documents(ids)
+    _RECENT = ((key, made), *_RECENT[: _MOST_RECENT - 1])
+    return made
+
+
+def _numbered(number: int, handle: str, ids: Tensor | None = None) -> Mask:
     """The mask that `NUMBERED`, or the handle of an `Intersection`, names; all masks in it must be alive."""
-    first = mask_by_number(number)
     if handle == NUMBERED:
-        return first
-    intersected = _INTERSECTIONS.get((number, handle))
+        return mask_by_number(number)
+    packed = [] if ids is None else [_documents_of(ids)]
+    if handle == DOCUMENTS:
+        return packed[0]
+    key = (packed[0].number if packed else 0, number, handle)
+    intersected = _INTERSECTIONS.get(key)
     if intersected is None:
-        texts = handle.split(_SEPARATOR)[1:]
-        equal = Intersection(tuple(first if text == "?" else _named(text) for text in texts)).as_mask()
+        masks = [mask_by_number(number) if text == "?" else _named(text) for text in handle.split(SEPARATOR)[1:]]
+        equal = functools.reduce(operator.and_, [*masks, *packed])
         # Where an equal mask lives already, such as a plan's, that one: `equal` is freed with this call, and its entry.
-        intersected = _INTERSECTIONS[number, handle] = mask_by_number(equal.number)
+        intersected = _INTERSECTIONS[key] = mask_by_number(equal.number)
     return intersected
 
 
@@ -115,7 +92,9 @@ def named(mask: str, number: int, keep: Tensor | None) -> Any:
         return Plan.by_number(number)
     if mask == TENSOR:
         return keep
-    return _numbered(number, mask) if mask.startswith(NUMBERED) else mask_by_key(mask)
+    if mask.startswith((NUMBERED, DOCUMENTS)):
+        return _numbered(number, mask, keep)
+    return mask_by_key(mask)
 
 
 def _named(text: str) -> Mask:
@@ -128,7 +107,10 @@ def mask_of(mask: Any) -> Mask:
 
     Eager calls get an `Intersection` as well: `torch.compiler.is_compiling()` is true while another thread compiles.
     """
-    return mask.as_mask() if isinstance(mask, Intersection) else as_mask(mask)
+    if not isinstance(mask, Intersection):
+        return as_mask(mask)
+    packed = () if mask.ids is None else (_documents_of(mask.ids),)
+    return functools.reduce(operator.and_, (*mask.masks, *packed))
 
 
 class Handle(NamedTuple):
@@ -137,7 +119,7 @@ class Handle(NamedTuple):
     Attributes:
         key: the key of a mask that text alone rebuilds, else `PLAN`, `NUMBERED`, `TENSOR` or that of an `Intersection`.
         number: of the living plan or mask, else 0.
-        keep: bool tensor, the mask itself.
+        keep: bool tensor, the mask itself; or the ids of an `Intersection`.
         may_change: whether the mask reads what may be written to: a CUDA graph would not see it.
         mask: kept alive until the operator has looked it up by its number.
     """
@@ -154,7 +136,8 @@ def handle_of(mask_or_plan: Any, q: Tensor, k: Tensor, traced: bool) -> Handle:
     if isinstance(mask_or_plan, str):
         return Handle(mask_or_plan)  # the operator parses it: compilers cannot trace the parser
     if isinstance(mask_or_plan, Intersection):
-        return Handle(mask_or_plan.handle, mask_or_plan.number, None, mask_or_plan.may_change)
+        number = 0 if is_exporting() else mask_or_plan.number
+        return Handle(mask_or_plan.handle, number, mask_or_plan.ids, mask_or_plan.may_change)
     exporting = traced and is_exporting()
     if isinstance(mask_or_plan, Plan):
         mask_or_plan.check_call(q, k)

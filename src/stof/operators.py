@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stof.dispatch import empty_results, is_empty, plan_of, run_backward, run_call, run_empty
 from stof.errors import PlanMismatchError, UnsupportedError
-from stof.handles import NUMBERED, PLAN, TENSOR, named
+from stof.handles import PLAN, TENSOR, named
 from stof.kernels.common import empty_gradient
 from stof.kernels.implementation import NeedsGrad, Options
+from stof.masks.traced import DOCUMENTS, NUMBERED
 from stof.plans.plan import Plan
-from stof.runtime.private import has_values, is_plain, recomputes_random_numbers, recomputes_saved_values
+from stof.runtime.private import has_values, is_plain, recomputes_random_numbers
 from stof.selection import IMPLEMENTATIONS
 from stof.validation import refuse_derivatives, refuse_tangents
 
@@ -51,14 +51,15 @@ def _masked_attention(
         implementation: a name of `stof.selection.IMPLEMENTATIONS`, "" for the default.
         q_scale, k_scale, v_scale: float32 `[B or 1, H]` and `[B or 1, Hkv]` of 8-bit tensors, else None.
         number: names a living plan or mask if `mask` is neither a key nor `TENSOR`.
-        keep: the mask if `mask` is `TENSOR`, bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`.
+        keep: the mask if `mask` is `TENSOR`, bool `[Sq, Skv]` up to `[B, H, Sq, Skv]`; the ids of an `Intersection`,
+            integers `[S]` or `[B, S]` on the CPU.
 
     Returns:
         `(out [B, H, Sq, Dv], lse [B, H, Sq])`; lse is float64 for float64 inputs, else float32.
 
     Raises:
         ArgumentError, MaskError: the plan or mask with this number or key is gone, or is another process's.
-        UnsupportedError: `mask` is `TENSOR` while a CUDA graph is captured; replays would use the present values.
+        UnsupportedError: `keep` is given while a CUDA graph is captured; replays would use the present values.
     """
     scales = tuple(s for s in (q_scale, k_scale, v_scale) if s is not None)
     return _attend(q, k, v, named(mask, number, keep), Options(scale, softcap, bias, sinks, scales), implementation)
@@ -105,7 +106,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, mask: str, *options: Any) -> tuple[Te
     """Return uninitialised results, for compilers and exporters."""
     del k, options
     # Raised here and not in `attention`, which chooses the key: Dynamo traces that function and would lose the message.
-    if "<" in mask and mask not in (PLAN, TENSOR) and not mask.startswith(NUMBERED):
+    if mask not in (PLAN, TENSOR) and not mask.startswith(NUMBERED) and "<" in mask.removeprefix(DOCUMENTS):
         raise UnsupportedError(
             f"torch.export cannot keep the mask {mask}: it exists in this process alone; for torch.compile, make masks "
             "of functions outside of compiled code, as by masks.from_function(f). Give stof.attention a mask "
@@ -226,24 +227,6 @@ def _fake_backward(
 
 def _copy(keep: Tensor) -> Tensor:
     return keep.clone()
-
-
-def _save_everything(*call: Any, **options: Any) -> CheckpointPolicy:
-    del call, options
-    return CheckpointPolicy.MUST_SAVE
-
-
-def saved_in_forward(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """`make(*arguments)`, one tensor, which compiled backward passes read as the forward pass made it.
-
-    PyTorch's partitioner computes it again under `aggressive_recomputation`, and under an `activation_memory_budget`
-    below 1, unless selective checkpointing says to save it. A budget of 0 ignores that.
-    """
-    if not torch.compiler.is_dynamo_compiling() or not recomputes_saved_values():
-        return make(*arguments)
-    contexts = partial(create_selective_checkpoint_contexts, _save_everything)
-    saved: Tensor = checkpoint(make, *arguments, use_reentrant=False, context_fn=contexts)
-    return saved
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

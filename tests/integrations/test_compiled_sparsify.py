@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 import stof
 from stof import masks
 from stof.errors import MaskError
-from stof.handles import FULL, Intersection, _numbered
+from stof.handles import FULL, Intersection, _numbered, mask_of
 from stof.masks import Mask
 from stof.masks.parse import mask_by_number
 from tests.integrations import models
@@ -139,7 +139,7 @@ def test_operators_intersect_masks() -> None:
             continue
         both = Intersection(parts)
         found = _numbered(both.number, both.handle)
-        assert found == both.as_mask() == parts[0] & parts[1] & parts[2]
+        assert found == mask_of(both) == parts[0] & parts[1] & parts[2]
         want = functools.reduce(torch.logical_and, [part.to_dense(LENGTH, batch=2) for part in parts])
         assert torch.equal(found.to_dense(LENGTH, batch=2), want)
         assert both.may_change == any(part is numbered[2] for part in parts)
@@ -169,7 +169,7 @@ def test_intersections_keep_no_tensor_alive() -> None:
         keep = torch.rand(LENGTH, LENGTH) < 0.5
         seen, both = weakref.ref(keep), Intersection((masks.causal(), masks.from_dense(keep)))
         number, handle = both.number, both.handle
-        assert _numbered(number, handle) == both.as_mask()
+        assert _numbered(number, handle) == mask_of(both)
         del keep, both
         assert seen() is None
         with pytest.raises(MaskError, match="no longer exists"):

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import stof
+from stof import masks
 from stof.errors import UnsupportedError
 from tests.integrations import models
 from tests.integrations.test_packing_check import REFUSED, _out, traced
@@ -77,6 +80,89 @@ def test_compiled_code_keeps_them_apart(name: str, mask: str) -> None:
         want = _alone(model, call, rows)
         valid = call.get("attention_mask", torch.ones(1, WIDTH)).bool()
         torch.testing.assert_close(_out(compiled, call)[valid], want[valid], atol=2e-5, rtol=1e-5)
+
+
+def _attention_calls(graphs: list[torch.fx.GraphModule]) -> list[torch.fx.Node]:
+    return [n for graph in graphs for n in graph.graph.nodes if "attention.default" in str(n.target)]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sparse", [None, "window", "tensor"])
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_compiled_training_reads_documents(name: str, mask: str, sparse: str | None, backend: str) -> None:
+    """Gradients are those of eager code, one graph serves all batches, and no tensor has a value for each score."""
+    torch.compiler.reset()
+    model = hf.enable(BUILDS[name]()).requires_grad_()
+    if sparse is not None:
+        hf.sparsify(
+            model, masks.sliding_window(4) if sparse == "window" else masks.from_dense(torch.rand(WIDTH, WIDTH) < 0.6)
+        )
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(4):
+        call = _call([_lengths(), _lengths()], mask)
+        valid = call.get("attention_mask", torch.ones(2, WIDTH)).bool()
+        outs, gradients = [], []
+        for trained in (compiled, model):
+            model.zero_grad()
+            outs.append(trained(**call, use_cache=False)[0][valid])
+            outs[-1].backward(torch.arange(outs[-1].numel()).sin().view_as(outs[-1]))
+            gradients.append([torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()])
+        torch.testing.assert_close(*outs, atol=2e-5, rtol=1e-5)
+        for found, want in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, want, atol=1e-4 * float(want.abs().max()) + 2e-5, rtol=1e-3)
+    calls = _attention_calls(counter.graphs)
+    assert len(calls) == model.config.num_hidden_layers
+    assert all(node.args[3].startswith("<documents>") and node.args[4] is None for node in calls)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, where it reads a graph's inputs
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize("build", [models.llama, models.mistral])
+def test_compiled_training_with_graph_breaks_and_checkpoints(build: Callable[[], Any], mask: str) -> None:
+    """What one graph makes of positions, code outside of it and later graphs read."""
+    torch.compiler.reset()
+    model = hf.enable(build()).train()
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    compiled = torch.compile(model, backend="aot_eager")
+    for checkpointed in (False, True):
+        models.checkpoint_activations(model, checkpointed)
+        for _ in range(2):
+            call = _call([_lengths()], mask)
+            valid = call.get("attention_mask", torch.ones(1, WIDTH)).bool()
+            gradients = []
+            for trained in (compiled, model):
+                model.zero_grad()
+                trained(**call, use_cache=False)[0][valid].square().sum().backward()
+                gradients.append([x.grad for x in model.parameters()])
+            for found, want in zip(*gradients, strict=True):
+                torch.testing.assert_close(found, want, atol=1e-4 * float(want.abs().max()) + 2e-5, rtol=1e-3)
+
+
+def test_whole_cuda_graphs_read_no_documents() -> None:
+    """They cannot read on the host, so a tensor keeps sequences apart there, until the model is optimized anew."""
+    model, call = models.llama(), _call([[9, 15]], "none")
+    want = _alone(model, call, [[9, 15]])
+    for options, handle in (({"cuda_graphs": "whole"}, "causal()"), ({}, "<documents>; causal()")):
+        torch.compiler.reset()
+        stof.optimize(model, store=False, pack=False, **options)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        torch.testing.assert_close(_out(compiled, call), want, atol=2e-5, rtol=1e-5)
+        assert {node.args[3] for node in _attention_calls(counter.graphs)} == {handle}
+
+
+def test_exported_models_read_no_documents() -> None:
+    model, call = hf.enable(models.bert()), _call([[9, 15]], "padding")
+    with torch.no_grad():
+        program = torch.export.export(model, (), kwargs=call, strict=False)
+    assert not any("ids_on_host" in str(node.target) for node in program.graph.nodes)
+    other = _call([[4, 20]], "padding")
+    valid = other["attention_mask"].bool()
+    torch.testing.assert_close(program.module()(**other)[0][valid], _out(model, other)[valid], atol=2e-5, rtol=1e-5)
 
 
 def test_positions_of_padded_batches_begin_no_sequence() -> None:

@@ -72,9 +72,13 @@ class Mask(BaseMask):
         return None
 
     def __and__(self, other: Mask) -> Mask:
+        if _is_traced(other):
+            return other.__rand__(self)  # type: ignore[attr-defined]
         return And.of(self, _combined(other))
 
     def __or__(self, other: Mask) -> Mask:
+        if _is_traced(other):
+            return other.__ror__(self)  # type: ignore[attr-defined]
         return Or.of(self, _combined(other))
 
     def __invert__(self) -> Mask:
@@ -82,6 +86,11 @@ class Mask(BaseMask):
 
     def __bool__(self) -> bool:
         raise MaskError("a mask has no truth value; compose masks with & | ~ instead of and / or / not")
+
+
+def _is_traced(other: object) -> bool:
+    """Whether this is an `Intersection` of compiled code. Dynamo of PyTorch 2.11 knows no `NotImplemented` here."""
+    return isinstance(other, tuple) and hasattr(other, "__rand__")
 
 
 def _combined(other: object) -> Mask:

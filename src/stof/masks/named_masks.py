@@ -18,6 +18,8 @@ from stof.masks import rules
 from stof.masks.base import foreign_layout
 from stof.masks.compose import Mask
 from stof.masks.per_head import PerHead
+from stof.masks.traced import documents_of_tensor
+from stof.runtime.private import break_graph, is_traced
 
 Ints = Sequence[int] | Tensor
 _LEAST_ID = -(2**31)
@@ -179,10 +181,20 @@ def documents(
         cu_seqlens: cumulative lengths starting at 0, `[n + 1]` (or one such list per sequence), as in
             FlashAttention's variable-length interface. With `ids` too, these are one for each of the n parts, `[n]`:
             `documents([0, 1, -1], cu_seqlens=[0, 5, 9, 16])` has 7 tokens of padding.
+
+    In compiled code, a tensor of ids may be computed there, and changes without another compilation: attention reads
+    it on the host. The mask is for `stof.attention` alone then, and combined by `&`.
     """
     if ids is None and cu_seqlens is None:
         raise MaskError("documents() takes ids, cu_seqlens or both, got neither")
+    if isinstance(cu_seqlens, Tensor) and is_traced(cu_seqlens):
+        break_graph(
+            "documents(cu_seqlens=...) reads a tensor on the host; in compiled code give an id for each token: "
+            "documents(torch.searchsorted(cu_seqlens, torch.arange(tokens), right=True))"
+        )
     if cu_seqlens is None:
+        if isinstance(ids, Tensor) and is_traced(ids):
+            return documents_of_tensor(ids)  # type: ignore[return-value]  # masks that compiled code can hold
         if isinstance(ids, Tensor) and ids.numel():
             return _documents(_runs_of_tensor(ids))
         return _documents([_runs_of_row(_integers("ids", row, _LEAST_ID)) for row in _rows("ids", ids)])

@@ -1,12 +1,17 @@
-"""Detects that activation checkpointing recomputes a call after its mask changed, by autograd's sequence numbers."""
+"""What backward passes must not compute again: calls whose mask changed since, and tensors that are saved."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from stof.runtime.private import next_node_number, running_node_number
+from stof.runtime.private import next_node_number, recomputes_saved_values, running_node_number
 
 _thread = threading.local()
 _SEVERAL = object()
@@ -62,3 +67,21 @@ class Changes:
         if self._caller is None:
             self._caller = thread
         return self._changed_by is None or (self._changed_by is self._caller and node >= self._first_node)
+
+
+def _save_everything(*call: Any, **options: Any) -> CheckpointPolicy:
+    del call, options
+    return CheckpointPolicy.MUST_SAVE
+
+
+def saved_in_forward(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`make(*arguments)`, one tensor, which compiled backward passes read as the forward pass made it.
+
+    PyTorch's partitioner computes it again under `aggressive_recomputation`, and under an `activation_memory_budget`
+    below 1, unless selective checkpointing says to save it. A budget of 0 ignores that.
+    """
+    if not torch.compiler.is_dynamo_compiling() or not recomputes_saved_values():
+        return make(*arguments)
+    contexts = partial(create_selective_checkpoint_contexts, _save_everything)
+    saved: Tensor = checkpoint(make, *arguments, use_reentrant=False, context_fn=contexts)
+    return saved

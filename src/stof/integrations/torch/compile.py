@@ -243,6 +243,10 @@ def optimize(
             setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(per_layer))))
     else:
         _remove_masks(model)
+    if _is_transformers(model):
+        from stof.integrations.transformers.packed_calls import will_be_captured
+
+        will_be_captured(model, parsed.cuda_graphs == WHOLE)
     if model.training:
         _log.info("training mode: attention is stof's; Inductor compiles all else, forward and backward, unfused")
         mode = "reduce-overhead" if parsed.cuda_graphs else None  # Inductor's CUDA graphs

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from stof.errors import UnsupportedError
-from stof.handles import FULL, Intersection, intersection, is_full
+from stof.handles import FULL, intersection, is_full
 from stof.integrations.transformers.mask_recognition import recognize_mask, recognize_plain_mask, recognize_window
 from stof.integrations.transformers.mask_validation import check_padding
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.masks import Mask, from_dense, from_function, padding
+from stof.masks.traced import Intersection
 from stof.runtime.private import is_exporting
 
 
@@ -81,8 +82,10 @@ def make_mask(
             mask = intersection(mask, named)
     if given is not None:
         given.refuse_unchecked()
-        assert not isinstance(given.mask, Intersection)
-        mask = intersection(mask, given.mask.with_query_offset(int(q_offset)))
+        # Compiled code makes an `Intersection` of the packed sequences in a whole row, which has no offset.
+        of_call = given.mask
+        of_call = of_call if isinstance(of_call, Intersection) else of_call.with_query_offset(int(q_offset))
+        mask = intersection(mask, of_call)
         if given.keep is not None:
             keep = given.keep if keep is None else keep & given.keep
     if q_length == 1 and not isinstance(mask, Intersection) and not compiling and not is_full(mask):

@@ -22,6 +22,8 @@ from stof.masks.rules import Documents
 # A window open to the future; `& causal()` closes it.
 _UNBOUNDED = 2**31 - 1
 _PROBE = 12
+# The mask itself: Dynamo may trace a function, or what follows a graph break in it, whose caller it does not trace.
+documents_outside_graphs = torch.compiler.disable(documents)
 
 
 def recognize_mask(fn: Callable[..., Any], q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> Mask | None:
@@ -89,7 +91,7 @@ def _read_packed(held: dict[str, Any], whole: int | None) -> Mask | None:
     ids: Tensor = held["packed_sequence_mask"]
     if whole is None or ids.shape[-1] != whole:
         return None
-    mask = documents(ids)
+    mask = documents_outside_graphs(ids)
     assert isinstance(mask, Documents)
     return mask if min(number for runs in mask.runs for number, _ in runs) >= 0 else None
 

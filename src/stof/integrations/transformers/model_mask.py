@@ -9,9 +9,10 @@ from torch import Tensor
 
 from stof.attention import plan
 from stof.errors import UnsupportedError
-from stof.handles import Intersection, intersection
+from stof.handles import intersection, mask_of
 from stof.masks import Mask, placed
 from stof.masks.rules import Documents
+from stof.masks.traced import Intersection
 from stof.plans.plan import Plan
 
 
@@ -96,8 +97,7 @@ class ModelMask:
     def queries_with_nan(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Bool `[B, Sq]`: queries that are NaN or see a key or value that is, in any head."""
         keys = k.isnan().any(-1).any(1) | v.isnan().any(-1).any(1)
-        mask = self.mask.as_mask() if isinstance(self.mask, Intersection) else self.mask
-        seen = mask.to_dense(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device)
+        seen = mask_of(self.mask).to_dense(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device)
         seen = seen if self.keep is None else seen & self.keep
         return (seen & keys[:, None, None, :]).any(-1).any(1) | q.isnan().any(-1).any(1)
 
@@ -116,9 +116,7 @@ class ModelMask:
         stored = self._plans.get(key)
         if stored is None:
             batch, heads, q_len, _ = q.shape
-            mask = self.narrowed(sparse)
-            # Compiled code made this object and handed it to code that is not.
-            mask = mask.as_mask() if isinstance(mask, Intersection) else mask
+            mask = mask_of(self.narrowed(sparse))
             stored = plan(mask, q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
             self._plans[key] = stored
         return stored

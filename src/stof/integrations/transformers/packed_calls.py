@@ -17,6 +17,7 @@ from stof.errors import UnsupportedError
 from stof.handles import FULL
 from stof.integrations.transformers.forward_inspection import hands_mask_on
 from stof.integrations.transformers.layer_code import calls_interface
+from stof.integrations.transformers.mask_recognition import documents_outside_graphs
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packing_check import PASSED, TRACED_WIDTH, Argument, Verdict, check, describe
 from stof.integrations.transformers.served import refuse_attention_weights
@@ -28,6 +29,7 @@ from stof.runtime.private import is_exporting
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
 _CALL_INFO = "_stof_called"
+_CAPTURED = "_stof_captured"
 _NUMBERED = (
     "attention_mask [B, tokens] holds values above 1, as where it numbers packed sequences, and stof reads it as "
     "padding: 1 at tokens, 0 at padding. Give position_ids that begin anew at every sequence, and mask.clamp(max=1)"
@@ -75,6 +77,13 @@ def watch(model: nn.Module) -> None:
             part.register_forward_pre_hook(before_forward, with_kwargs=True)
         is_inner = part is not model or (before is not None and before.is_inner)
         setattr(part, _CALL_INFO, _CallInfo(*_parameters(part), _attends(part), hands_mask_on(type(part)), is_inner))
+
+
+def will_be_captured(model: nn.Module, captured: bool) -> None:
+    """Note whether CUDA graphs will hold whole calls of a model once it is compiled: they read nothing on the host."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, _CAPTURED, captured)
 
 
 def _parameters(part: PreTrainedModel) -> tuple[tuple[str, ...], bool]:
@@ -126,7 +135,7 @@ def before_forward(
         if called.is_inner or not tracing:
             _refuse_numbered_mask(arguments, tracing)
         if packed is None:
-            packed = _mask_of_positions(called.takes_mask, arguments, tracing)
+            packed = _mask_of_positions(called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False))
             mask = _mask_of_whole_rows(arguments) if packed is None and called.hands_mask_on else packed
             changed = {} if mask is None else {"attention_mask": mask}
     if packed is not None and (packed.is_packed or tracing):
@@ -212,11 +221,15 @@ def _mask_of_whole_rows(arguments: dict[str, Any]) -> ModelMask | None:
     return ModelMask(FULL, (rows, 1, width, width), includes_model_mask=False)
 
 
-def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: bool) -> ModelMask | None:
+def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: bool, captured: bool) -> ModelMask | None:
     """The mask of sequences whose positions begin anew within a row; None where none do.
 
-    transformers looks for such positions only where a decoder is called without a mask and without a cache. In compiled
-    code and CUDA graphs a tensor keeps sequences apart, whatever the positions are.
+    transformers looks for such positions only where a decoder is called without a mask and without a cache. Compiled
+    code keeps sequences apart whatever the positions are, by documents whose ids it computes. They are read on the host
+    when it runs; in CUDA graphs and exported programs, which cannot do that, a tensor says so of every score.
+
+    Args:
+        captured: see `will_be_captured`.
 
     Raises:
         UnsupportedError: such positions and a cache, or a model without an `attention_mask`.
@@ -226,7 +239,7 @@ def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: boo
         return None
     rows, width = tokens.shape[:2]
     cache, graph = cache_of(arguments), _cannot_read(positions, tracing)
-    if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1:
+    if positions.ndim not in (2, 3) or positions.shape[-1] != width or width == 1 or rows == 0:
         return None
     if graph and (cache is not None or not takes_mask):
         return None
@@ -240,11 +253,14 @@ def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: boo
         valid = valid[:, -width:].to(positions.device, torch.bool)
     numbers = sequence_numbers(positions.expand(*positions.shape[:-2], rows, width), valid)
     shape = (rows, 1, width, width)
-    if graph:
+    if graph and (not tracing or is_exporting() or captured):
         keep = numbers[:, None, :, None] == numbers[:, None, None, :]
         keep = keep if valid is None else keep & valid[:, None, None, :]
         return ModelMask(FULL, shape, keep=keep, includes_model_mask=False)
-    mask = documents(numbers if valid is None else torch.where(valid, numbers, -1))
+    ids = numbers if valid is None else torch.where(valid, numbers, -1)
+    if graph:
+        return ModelMask(documents(ids), shape, includes_model_mask=False)
+    mask = documents_outside_graphs(ids)
     assert isinstance(mask, Documents)
     if max(number for runs in mask.runs for number, _ in runs) < 1:
         return None
