@@ -71,8 +71,8 @@ class PlanGradients:
         """Return the tiling of an earlier mask of the same structure, or else all by surveying this one."""
         plan, backward = self._plan, IMPLEMENTATIONS[name].backward
         assert backward is not None
-        has_choice = plan.device.type == "cuda" and IMPLEMENTATIONS[name].gpu is not None
-        if not has_choice or plan.mask is None or plan.fixed is not None or self._failed:
+        keeps = plan.device.type == "cuda" and backward.keeps_tilings
+        if not keeps or plan.mask is None or plan.fixed is not None or self._failed:
             return backward.tilings(call, self._geometry)
         plan.mask.refuse_changed()
         key = structure_key(self._geometry(False), call, name)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stof.kernels.common import parts_of
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.backward_lists import LAYOUTS as HOPPER_LAYOUTS
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
@@ -33,7 +34,7 @@ class BackwardTiling:
 
     Attributes:
         dq_layout: tile sizes for the layout of the mask, and the name of its row order (None: rows in order). None for
-            the plan's own layout.
+            the plan's own layout, and where the kernel for dK and dV computes dQ too.
         dkv_layout: the same for the transposed mask, whose rows are keys.
         dq, dkv: how the kernels are compiled and their work is cut; None where an implementation has no choice.
     """
@@ -69,11 +70,11 @@ class BackwardTile:
 
     @property
     def occupancy(self) -> int:
-        """Thread blocks on a multiprocessor: with up to 255 registers a thread, 8 warps fit."""
-        return 8 // self.num_warps
+        """Thread blocks on a multiprocessor: with up to 255 registers a thread, 8 warps fit, or the 12 of Hopper's."""
+        return max(1, 8 // self.num_warps)
 
     def key(self, kernel: str, call: CallSpec) -> str:
-        """The key of its constants in `DeviceModel.backward`; `kernel` is "dq" or "dkv"."""
+        """The key of its constants in `DeviceModel.backward`; `kernel` is "dq", "dkv" or "dqkv"."""
         precision = "float32-" if call.dtype == torch.float32 else ""
         width = head_dim_class(call.head_dim, call.value_dim)
         return f"{kernel}/{precision}{width}/{self.rows}x{self.columns}/{self.num_warps}w{self.num_stages}s"
@@ -134,6 +135,33 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
     )
 
 
+def one_pass_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, ...]:
+    """The tile size of Hopper's kernel for all gradients, where it is faster than Triton's kernels; else nothing.
+
+    Its lists are made on the host, which takes too long where masks change in every step. So it serves masks that their
+    structure alone determines, such as `full()` and `causal()`.
+    """
+    outline = geometry_of(False).outline
+    if outline is None or not outline.is_constant:
+        return ()
+    width = head_dim_class(call.head_dim, call.value_dim)
+    layout, transposed = HOPPER_LAYOUTS[width], geometry_of(True)
+    tile = BackwardTile(layout.block_m, layout.block_n, 12, 2)
+    model = _model_of(transposed)
+    times = model.backward.get(tile.key("dqkv", call))
+    if times is None:  # a device that was measured without this kernel
+        return ()
+    counts = transposed.survey((layout,), None).counts[layout]
+    load = critical_load(tile, counts, 0, *head_groups("dqkv", call), model, times)
+    _, others = best_tiling(call, geometry_of, whole_tiles=False)
+    return (BackwardTiling(dkv_layout=(layout, None)),) if float(load @ times.weights()) < others else ()
+
+
+def _model_of(geometry: WeighedGeometry) -> DeviceModel:
+    on_gpu = geometry.device.type == "cuda"
+    return load_model(torch.cuda.get_device_name(geometry.device) if on_gpu else DEFAULT_DEVICE)
+
+
 def best_tiling(
     call: CallSpec,
     geometry_of: Callable[[bool], WeighedGeometry],
@@ -185,8 +213,7 @@ def _best_variants(
 
     With `whole_tiles`, columns are contiguous, rows in order and row blocks in one piece.
     """
-    on_gpu = geometry.device.type == "cuda"
-    model = load_model(torch.cuda.get_device_name(geometry.device) if on_gpu else DEFAULT_DEVICE)
+    model = _model_of(geometry)
     tiles = tiles_of(kernel, call)
 
     def variants(tile: BackwardTile) -> Iterator[_Estimate]:

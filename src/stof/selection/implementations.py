@@ -16,6 +16,7 @@ from stof.kernels.config import KernelConfig
 from stof.kernels.cpu import row_block_attention, schedule_of
 from stof.kernels.cpu.backward import row_block_backward
 from stof.kernels.hopper import prepare as hopper
+from stof.kernels.hopper.backward_lists import make_backward_lists
 from stof.kernels.implementation import (
     BackwardCall,
     Bind,
@@ -31,7 +32,7 @@ from stof.kernels.triton.backward_tiles import PreparedBackward, prepare_backwar
 from stof.kernels.triton.row_lists import prepare as prepare_rows
 from stof.kernels.triton.work_list import prepare as prepare_work
 from stof.layout import Layout
-from stof.selection.backward_tilings import BackwardTiling, triton_tilings
+from stof.selection.backward_tilings import BackwardTiling, one_pass_tilings, triton_tilings
 from stof.selection.capabilities import DECODE_ROWS, CallSpec, Capabilities
 from stof.selection.gpu_candidates import (
     as_16_bits,
@@ -70,12 +71,14 @@ class Backward:
             rows are queries; with `transposed=True` of the transposed mask, whose rows are keys; `layout_of(None)`
             gives the plan's.
         bind: `(q, k, v, out, d_out, d_lse, prepared, options, needs) -> call`, see `BackwardCall`.
+        keeps_tilings: a tiling serves later masks of the same structure, whose lists the GPU fills.
     """
 
     capabilities: Capabilities
     tilings: Callable[[CallSpec, Callable[[bool], MaskGeometry]], tuple[BackwardTiling, ...]]
     prepare: Callable[[Callable[..., Layout], BackwardTiling], Any]
     bind: Callable[..., BackwardCall]
+    keeps_tilings: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,16 @@ _TRITON = Capabilities(
     devices=("cuda",), dtypes=GPU_FLOATS, head_dims=(1, 256), value_dims=(1, 256), compute_capability=(8, 0)
 )
 _TRITON_DROPOUT = replace(_TRITON, dropout=True)
+_HOPPER = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16),
+    head_dims=(8, 256),
+    head_dim_multiple=8,
+    value_dim=False,
+    tiled_bias=True,
+    compute_capability=(9, 0),
+    one_generation=True,
+)
 
 
 def _triton_backward(layout_of: Callable[..., Layout], tiling: BackwardTiling) -> PreparedBackward:
@@ -164,18 +177,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="hopper",
             summary="Gluon, for Hopper: a warp that copies by TMA, warpgroups that compute, on persistent blocks",
-            capabilities=Capabilities(
-                devices=("cuda",),
-                dtypes=(torch.float16, torch.bfloat16),
-                head_dims=(8, 256),
-                head_dim_multiple=8,
-                value_dim=False,
-                tiled_bias=True,
-                compute_capability=(9, 0),
-                one_generation=True,
-            ),
+            capabilities=_HOPPER,
             prepare=hopper.prepare,
             bind=bind_of("stof.kernels.hopper.forward"),
+            backward=Backward(
+                capabilities=replace(_HOPPER, head_dims=(8, 128), bias=False, softcap=False, sinks=False),
+                tilings=one_pass_tilings,
+                prepare=lambda layout_of, tiling: make_backward_lists(layout_of(tiling.dkv_layout, transposed=True)),
+                bind=backward_of("stof.kernels.hopper.backward"),
+            ),
             gpu=GpuSelection(hopper_choices, hopper_shared_memory, hopper_occupancy, persistent=True),
         ),
         Implementation(
@@ -213,6 +223,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
                 tilings=triton_tilings,
                 prepare=_triton_backward,
                 bind=backward_of("stof.kernels.triton.backward"),
+                keeps_tilings=True,
             ),
             gpu=GpuSelection(tile_choices),
         ),

@@ -1,28 +1,32 @@
-"""Calling the backward kernel of Hopper: tensor maps, memory, launches."""
+"""Calling the backward kernel of Hopper: tensor maps, memory for the sums of dQ, launches."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
-from stof.kernels.hopper.backward_lists import BackwardLists
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, BackwardLists
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
-from stof.kernels.hopper.binding import Window
+from stof.kernels.hopper.binding import Window, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.runtime.launch import Launch, TensorMap
 from stof.runtime.pdl import supports_pdl
 
-KEYS = 128
+# What TMA wants addresses to be multiples of, in bytes, and where kernels count rows in 32 bits.
+_ALIGNED = 16
+_MOST_ROWS = 2**31
 
 
-class MatrixWindow(NamedTuple):
+class _MatrixWindow(NamedTuple):
     """Boxes of a contiguous float32 matrix `[rows, columns]`."""
 
     rows: int
@@ -30,7 +34,7 @@ class MatrixWindow(NamedTuple):
     box: tuple[int, int]
     swizzle: int
 
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[Any, ...]:
         return tuple(self)
 
     def at(self, tensor: Tensor) -> TensorMap:
@@ -48,65 +52,92 @@ def bind_backward(
     lists: BackwardLists,
     options: Options,
     needs: NeedsGrad,
-    *,
-    ordered: int = 1,
-    groups_at_once: int = 0,
 ) -> BackwardCall:
-    """Gradients of masked attention, bound to tensors like these; equal calls give equal bits."""
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    width, device, pdl = padded_width(head_dim), q.device, supports_pdl(q.device)
-    queries = lists.queries
-    q_blocks = -(-q_len // queries)
-    blocks = batch * heads * q_blocks
-    slots = lists.slots if ordered else 1
-    groups = batch * kv_heads
-    dq_like, dk_like, dv_like = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-    of_rows = Launch(
-        backward_rows_kernel, blocks, (),
-        (out.stride()[:3], d_out.stride()[:3], heads, q_len, q_blocks), (queries, head_dim, width, d_lse is not None, pdl),
-        num_warps=4, use_pdl=pdl, device=device,
-    )  # fmt: skip
-    convert = Launch(
-        convert_dq_kernel, blocks, (),
-        (dq_like.stride()[:3], heads, q_len, q_blocks, blocks, options.scale), (slots, queries, head_dim, width, pdl),
-        num_warps=4, use_pdl=pdl, device=device,
-    )  # fmt: skip
-    mask_batch, mask_heads = lists.pattern_of.shape
-    row_blocks = len(lists.order)
-    config = BackwardConfig(width, head_dim, queries, ordered)
-    main = Launch(
-        backward_kernel, groups * row_blocks,
-        (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of, lists.order),
-        (row_blocks, row_blocks, groups, groups_at_once or groups, kv_heads, heads // kv_heads,
-         mask_heads if mask_batch > 1 else 0, int(mask_heads > 1), q_blocks, blocks, kv_len,
-         (*dk_like.stride()[:3], *dv_like.stride()[:3]), options.scale, options.scale * math.log2(math.e)),
-        (config, pdl),
-        num_warps=4,
-        windows=(
-            Window.over(q, queries, width), Window.over(k, KEYS, width),
-            Window.over(v, KEYS, width), Window.over(d_out, queries, width),
-            MatrixWindow(blocks, 2 * queries, (1, 2 * queries), 0),
-            MatrixWindow(slots * blocks * queries, width, (queries, width // 2), min(128, 2 * width)),
-        ),
-        use_pdl=pdl, device=device,
-    )  # fmt: skip
+    """Gradients of masked attention, bound to tensors like these; equal calls give equal bits.
+
+    Arguments, result and errors as for `stof.kernels.triton.backward.bind_backward`. dQ is summed in float32:
+    `lists.sums` times twice the memory of q, padded to heads of 64 or 128.
+    """
+    if (q.shape[2], k.shape[2]) != (lists.q_len, lists.kv_len):
+        raise UnfitLayoutError(
+            f"lists for lengths {lists.q_len} and {lists.kv_len} do not serve {q.shape[2]}, {k.shape[2]}"
+        )
+    copied = [not readable(x) for x in (q, k, v, d_out)]
+    q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))
+    kernels = _Kernels(q, k, v, out, d_out, d_lse is not None, lists, options)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
         bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None,
     ) -> Gradients:  # fmt: skip
         del bias, sinks, seed
-        d_lse = None if d_lse is None else d_lse.float().contiguous()
-        stats = lse.new_empty(blocks, 2 * queries)
-        counters = torch.empty(1 + 2 * blocks, dtype=torch.int32, device=device)
-        sums = (lse.new_empty if ordered else lse.new_zeros)(slots * blocks * queries, width)
+        inputs = [_readable(x, copy) for x, copy in zip((q, k, v, d_out), copied, strict=True)]
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        of_rows(out, d_out, lse, lse if d_lse is None else d_lse, stats, counters)
-        main(dk, dv, counters, bases=(q, k, v, d_out, stats, sums))
-        if not ordered:
-            counters.fill_(1)
-        convert(sums, counters, dq)
-        return Gradients(dq, dk, dv, None, None)
+        kernels(inputs, out, lse, d_lse, dq, dk, dv)
+        return Gradients(dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None, None, None)
 
     return call
+
+
+def _readable(x: Tensor, copy: bool) -> Tensor:
+    """The tensor, or a copy that TMA can read: of other strides, or at another address."""
+    if copy:
+        return x.contiguous()
+    if x.data_ptr() % _ALIGNED == 0:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+class _Kernels:
+    """The three kernels of a backward call, bound to its tensors' shapes and to lists."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, has_d_lse: bool, lists: BackwardLists,
+        options: Options,
+    ) -> None:  # fmt: skip
+        batch, heads, q_len, head_dim = q.shape
+        kv_heads, kv_len = k.shape[1:3]
+        device, pdl, queries, width = q.device, supports_pdl(q.device), lists.queries, padded_width(head_dim)
+        q_blocks = -(-q_len // queries)
+        blocks = batch * heads * q_blocks
+        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks
+        self.sums = (lists.sums * blocks * queries, width)
+        if self.sums[0] >= _MOST_ROWS:
+            raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
+        dq, dk, dv = (empty_gradient(x).stride()[:3] for x in (q, k, v))
+        sizes = heads, q_len, q_blocks
+        launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
+        self.rows = launch(
+            backward_rows_kernel, blocks, (), (out.stride(), d_out.stride()[:3], *sizes),
+            (queries, head_dim, width, has_d_lse, pdl),
+        )  # fmt: skip
+        self.convert = launch(
+            convert_dq_kernel, blocks, (), (dq, *sizes, blocks, float(options.scale)),
+            (lists.sums, queries, head_dim, width, pdl),
+        )  # fmt: skip
+        mask_batch, mask_heads = lists.pattern_of.shape
+        self.main = launch(
+            backward_kernel,
+            batch * kv_heads * lists.row_blocks,
+            (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
+            (lists.row_blocks, kv_heads, heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1),
+             q_blocks, blocks, kv_len, (*dk, *dv), float(options.scale), options.scale * math.log2(math.e)),
+            (BackwardConfig(width, head_dim, queries), pdl),
+            windows=(
+                Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
+                Window.over(v, KEYS_OF_BLOCK, width), Window.over(d_out, queries, width),
+                _MatrixWindow(*self.stats, (1, 2 * queries), 0),
+                _MatrixWindow(*self.sums, (queries, width // 2), min(128, 2 * width)),
+            ),
+        )  # fmt: skip
+
+    def __call__(
+        self, inputs: list[Tensor], out: Tensor, lse: Tensor, d_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Compute the gradients of `inputs`: q, k, v and d_out."""
+        d_lse = None if d_lse is None else d_lse.float().contiguous()
+        stats, sums = lse.new_empty(self.stats), lse.new_empty(self.sums)
+        counters = torch.empty(self.counters, dtype=torch.int32, device=lse.device)
+        self.rows(out, inputs[3], lse, lse if d_lse is None else d_lse, stats, counters)
+        self.main(dk, dv, counters, bases=(*inputs, stats, sums))
+        self.convert(sums, counters, dq)

@@ -1,31 +1,37 @@
-"""dQ, dK and dV on Hopper in one pass, in Gluon: each score is computed once for all three gradients.
+"""dQ, dK and dV on Hopper in one pass, in Gluon: the scores of a tile are computed once for all three gradients.
 
-A thread block owns 128 keys of one key head: K and V stay in shared memory, dK and dV in the registers of two consumer
-warpgroups, 64 keys each. It goes through the tiles of 64 queries in which a query sees one of its keys (the transposed
-layout), and computes scores transposed, `[keys, queries]`, so that P and dS are the left operands of dV and dK.
+A thread block owns 128 keys of one key head. K and V stay in shared memory, dK and dV in the registers of two consumer
+warpgroups, 64 keys each. The thread block goes through the tiles of the transposed layout: 64 or 128 queries, some of
+which see one of its keys. Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV and dK, which
+may be in registers.
 
     S = K Q^T          P = exp2(scale * S - lse)         dV += P dO
     dP = V dO^T        dS = P * (dP - delta)             dK += dS Q         dQ = dS^T K
 
-dQ of a tile needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ's columns. The
-accumulator warp adds them to float32 memory with TMA. Thread blocks that see the same queries add in a fixed order, so
-equal calls give equal bits: a counter for each tile of queries says how many have added. The number of a thread block's
-turn (`rank`) is how many work items earlier in the work list see that tile. Work items are taken in the order of the
-list, so a thread block only waits for those that have started: there is no deadlock, whatever runs on the GPU beside.
-The first one stores instead of adding; nothing has to be cleared.
+dQ needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ's columns. One warp adds
+dQ to float32 memory by TMA.
 
-| barrier    | stages | producer warp                  | consumer warpgroups            | accumulator warp           |
-|------------|--------|--------------------------------|--------------------------------|----------------------------|
-| kv_full    | 1      | copies K and V                 | wait before the first tile     | -                          |
-| q_full     | 2      | copies Q, dO, lse, delta       | wait before S                  | -                          |
-| q_empty    | 2      | wait before it copies          | arrive after dK                | -                          |
-| dq_full    | 2      | -                              | warpgroup g arrives at g with  | wait before it adds half g |
-|            |        |                                | its half of dQ in memory       |                            |
-| dq_empty   | 2      | -                              | wait before it writes its half | arrive when both were read |
-| named 8    | 1      | -                              | both have written dS           | -                          |
+Equal calls give equal bits, because thread blocks add to the dQ of a tile in a fixed order. A counter says how many
+have added. The `rank` of a thread block is the number of those that come before it; the first one stores, so nothing
+has to be cleared. Work items are taken in the order of the work list, and those that come before an item in the order
+of addition also come before it in the work list (`backward_lists.py`): a thread block waits only for others that have
+started, so all of them end, whatever the number of multiprocessors.
 
-Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; FlashAttention-3 (arXiv 2407.08608), section 3.1, for the
-roles of warps.
+| barrier  | stages | producer warp                | consumer warpgroups              | accumulator warp            |
+|----------|--------|------------------------------|----------------------------------|-----------------------------|
+| kv_full  | 1      | copies K and V               | wait before the first tile       | -                           |
+| q_full   | 2      | copies Q, dO, lse and delta  | wait before S                    | -                           |
+| q_empty  | 2      | wait before it copies        | arrive after dK                  | -                           |
+| dq_full  | 2      | -                            | warpgroup g writes its half of   | wait before it adds half g  |
+|          |        |                              | dQ, then arrives at g            |                             |
+| dq_empty | 1      | -                            | wait before they write dQ        | arrive when both are read   |
+| named 8  | 1      | -                            | wait until both have written dS  | -                           |
+
+    consumer, tile i:  dP issue | P | wait dP, dV issue | dS, write | wait dV | named 8 |
+                       dQ, dK issue, S of tile i + 1 issue | wait dQ, write | wait all | release stage
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; roles of warps as FlashAttention-3 (arXiv 2407.08608),
+section 3.1.
 """
 
 from __future__ import annotations
@@ -42,44 +48,48 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stof.kernels.hopper.intrinsics import (
+from stof.kernels.hopper.backward_intrinsics import (
     async_add,
+    fence_async,
+    read_count,
+    wait_consumers,
+    wait_count,
+    wait_stores_and_count,
+    wait_stores_read,
+)
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE
+from stof.kernels.hopper.intrinsics import (
     async_load,
     async_store,
     bit_layout,
-    count_up,
-    fence_async,
     hide_from_compiler,
-    meet,
-    read_count,
     reinterpret,
     tile_layout,
-    wait_count,
-    wait_stores,
-    wait_stores_read,
 )
 from stof.kernels.hopper.softmax import kept
 from stof.runtime.pdl import launch_next_and_wait
 
-# Keys of a thread block, stages of queries.
-KEYS = gl.constexpr(128)
+# Keys of a thread block, and stages of Q and dO.
+KEYS = gl.constexpr(KEYS_OF_BLOCK)
 STAGES = gl.constexpr(2)
-# Fields of a tile: number of its queries' block, its bitmap (below 0 for a full tile), and whose turn it is.
-TILE_SIZE = gl.constexpr(4)
+# Triton's cache keys hold constants of a module that are named, not fields of an object.
+Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
+TILE_SIZE = gl.constexpr(len(TILE))
 
+# What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
-    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr "
-    "bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full "
-    "q_full q_empty dq_full dq_empty row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks "
-    "kv_len strides scale score_scale",
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr bitmaps_ptr "
+    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full q_full q_empty dq_full dq_empty "
+    "row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks kv_len strides scale "
+    "score_scale",
 )
 
 
 @gluon.jit
 @no_type_check
 def _tiles_of(args, head):
-    """Tiles of this thread block's keys for a query head, `(begin, end)`."""
+    """Return the tiles of this thread block's keys for a query head, `(begin, end)`."""
     pattern = gl.load(args.pattern_of_ptr + args.b * args.mask_b + head * args.mask_h)
     number = pattern * args.row_blocks + args.row_block
     return gl.load(args.row_block_ptr + number), gl.load(args.row_block_ptr + number + 1)
@@ -88,9 +98,9 @@ def _tiles_of(args, head):
 @gluon.jit
 @no_type_check
 def _producer(args, config: gl.constexpr):
-    """Copy K and V, then each tile's queries."""
-    QUERIES: gl.constexpr = config.queries
+    """Copy K and V, then Q, dO and the statistics of each tile's queries."""
     D: gl.constexpr = config.width
+    QUERIES: gl.constexpr = config.queries
     dtype: gl.constexpr = args.q_smem.dtype
     rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
@@ -105,75 +115,68 @@ def _producer(args, config: gl.constexpr):
     for i in range(args.heads_per_group):
         head = args.kv_head * args.heads_per_group + i
         begin, end = _tiles_of(args, head)
-        first_stats = (args.b * args.heads + head) * args.q_blocks
+        first_block = (args.b * args.heads + head) * args.q_blocks
         for tile in range(begin, end):
-            q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE)
+            q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
             mbarrier.wait(args.q_empty.index(stage), phase)
             full = args.q_full.index(stage)
             mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
             q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
             d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
             async_load(args.q_desc, [args.b, head, q_block * QUERIES, 0], full, q_tile)
-            async_load(args.stats_desc, [first_stats + q_block, 0], full, args.stats_smem.index(stage))
+            async_load(args.stats_desc, [first_block + q_block, 0], full, args.stats_smem.index(stage))
             async_load(args.d_out_desc, [args.b, head, q_block * QUERIES, 0], full, d_out_tile)
-            last = stage == STAGES - 1
-            stage = gl.where(last, 0, stage + 1)
-            phase = gl.where(last, phase ^ 1, phase)
+            phase = phase ^ stage
+            stage = stage ^ 1
 
 
 @gluon.jit
 @no_type_check
 def _accumulator(args, config: gl.constexpr):
-    """Add dQ of each tile to memory, when it is this thread block's turn."""
+    """Add dQ of each tile to memory, when those that come before have."""
     QUERIES: gl.constexpr = config.queries
     HALF: gl.constexpr = config.width // 2
     phase = 0
     for i in range(args.heads_per_group):
         head = args.kv_head * args.heads_per_group + i
         begin, end = _tiles_of(args, head)
-        first = (args.b * args.heads + head) * args.q_blocks
-        block = first + gl.load(args.tiles_ptr + begin * TILE_SIZE)
-        rank = gl.load(args.tiles_ptr + begin * TILE_SIZE + 2)
-        slot = gl.load(args.tiles_ptr + begin * TILE_SIZE + 3)
+        first_block = (args.b * args.heads + head) * args.q_blocks
+        block = first_block + gl.load(args.tiles_ptr + begin * TILE_SIZE + Q_BLOCK)
+        rank = gl.load(args.tiles_ptr + begin * TILE_SIZE + RANK)
+        which = gl.load(args.tiles_ptr + begin * TILE_SIZE + SUM)
         seen = 0
         for tile in range(begin, end):
-            # Past the last tile, its fields are any tile's.
-            next_block = first + gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE)
-            next_rank = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + 2)
-            next_slot = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + 3)
-            counter_ptr = args.counters_ptr + (block * 2 + slot)
-            row = (block + slot * args.blocks) * QUERIES
-            if config.ordered == 0:
-                row = block * QUERIES
-            if config.ordered & 1:
-                if seen < rank:
-                    wait_count(counter_ptr, rank)
-                fence_async()
+            # The next tile's fields; past the last tile, those of any tile.
+            next_ptr = args.tiles_ptr + (tile + 1) * TILE_SIZE
+            next_block = first_block + gl.load(next_ptr + Q_BLOCK)
+            next_rank = gl.load(next_ptr + RANK)
+            next_which = gl.load(next_ptr + SUM)
+            counter_ptr = args.counters_ptr + (block * 2 + which)
+            row = (which * args.blocks + block) * QUERIES
+            if seen < rank:
+                wait_count(counter_ptr, rank)
+            fence_async()
             for g in gl.static_range(2):
                 mbarrier.wait(args.dq_full.index(g), phase)
-                if config.ordered > 0 and rank == 0:
+                if rank == 0:
                     async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
                 else:
                     async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
             wait_stores_read()
             mbarrier.arrive(args.dq_empty, count=1)
-            if config.ordered & 1:
-                # Read while the stores are under way.
-                seen = read_count(args.counters_ptr + (next_block * 2 + next_slot))
-            if config.ordered > 0:
-                wait_stores()
-                count_up(counter_ptr, config.ordered < 3)
+            # Read while the stores are under way.
+            seen = read_count(args.counters_ptr + (next_block * 2 + next_which))
+            wait_stores_and_count(counter_ptr)
             block = next_block
             rank = next_rank
-            slot = next_slot
+            which = next_which
             phase = phase ^ 1
-    wait_stores_read()
 
 
 @gluon.jit
 @no_type_check
 def _stats(args, stage, number: gl.constexpr, layout: gl.constexpr, config: gl.constexpr):
-    """lse (0) or delta (1) of a tile's queries."""
+    """Load lse (0) or delta (1) of a tile's queries."""
     QUERIES: gl.constexpr = config.queries
     memory: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     stats = reinterpret(args.stats_smem, gl.float32, [STAGES * 2, QUERIES], memory)
@@ -183,14 +186,17 @@ def _stats(args, stage, number: gl.constexpr, layout: gl.constexpr, config: gl.c
 @gluon.jit
 @no_type_check
 def _keys(smem, GROUP: gl.constexpr):
-    """This warpgroup's 64 rows of K or V. The compiler would keep their addresses in registers all the time."""
+    """Return this warpgroup's 64 rows of K or V.
+
+    Hidden from the compiler, which would keep the addresses of all its operands in registers and spill others.
+    """
     return smem.index(hide_from_compiler(0)).slice(GROUP * 64, 64, dim=0)
 
 
 @gluon.jit
 @no_type_check
-def _scores(args, stage, phase, exists, GROUP: gl.constexpr, config: gl.constexpr):
-    """Issue S of a tile, `[64 keys, queries]`; of none, whatever is in memory."""
+def _issue_scores(args, stage, phase, exists, GROUP: gl.constexpr, config: gl.constexpr):
+    """Issue S of a tile; where it does not exist, of what is in its stage, which nobody reads."""
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     mbarrier.wait(args.q_full.index(stage), phase, pred=exists)
@@ -215,7 +221,10 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p16, d_out, dv, is_async=True)
-    return (p * (dp - _stats(args, stage, 1, layout, config))).to(dtype), dv
+    ds = p * (dp - _stats(args, stage, 1, layout, config))
+    if bitmap >= 0:
+        ds = kept(ds, words, QUERIES)  # what is dropped may be NaN, and 0 * NaN is NaN
+    return ds.to(dtype), dv
 
 
 @gluon.jit
@@ -223,7 +232,7 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
 def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     """Compute 64 keys' dK and dV, and half of the columns of each tile's dQ.
 
-    S of the next tile is computed in each tile, while dQ goes to shared memory.
+    S of the next tile is issued with dQ and dK: the tensor cores have work while dQ goes to shared memory.
     """
     QUERIES: gl.constexpr = config.queries
     D: gl.constexpr = config.width
@@ -246,30 +255,32 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     phase = 0
     parity = 1
     mbarrier.wait(args.kv_full, 0)
-    s = _scores(args, 0, 0, left > 0, GROUP, config)
+    s = _issue_scores(args, 0, 0, left > 0, GROUP, config)
     s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(args.heads_per_group):
         begin, end = _tiles_of(args, args.kv_head * args.heads_per_group + i)
         # The bitmap of a tile is loaded a tile ahead, its number two.
-        bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + 1)
+        bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
         words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-        next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + 1)
+        next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
         for tile in range(begin, end):
             ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             bitmap = next_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-            next_bitmap = gl.load(args.tiles_ptr + (tile + 2) * TILE_SIZE + 1)
+            next_bitmap = gl.load(args.tiles_ptr + (tile + 2) * TILE_SIZE + BITMAP)
+            # Two stages: when both warpgroups are past the barrier below, dQ of the previous tile is computed.
             both = args.ds_smem.index(stage)
             both.slice(GROUP * 64, 64, dim=0).store(ds)
             fence_async_shared()
+            # P leaves its registers before dQ and the next S take theirs.
             dv = warpgroup_mma_wait(0, deps=(dv,))
-            meet()
+            wait_consumers()
             no_dq = gl.zeros([QUERIES, HALF], gl.float32, dq_layout)
             k_half = args.k_smem.index(hide_from_compiler(0)).slice(GROUP * HALF, HALF, dim=1)
             dq = warpgroup_mma(both.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
             left -= 1
-            s = _scores(args, stage ^ 1, phase ^ stage, left > 0, GROUP, config)
+            s = _issue_scores(args, stage ^ 1, phase ^ stage, left > 0, GROUP, config)
             dq = warpgroup_mma_wait(2, deps=(dq,))
             mbarrier.wait(args.dq_empty, parity)
             args.dq_smem.index(hide_from_compiler(GROUP)).store(dq)
@@ -283,9 +294,8 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     row = args.row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     exists = (row < args.kv_len)[:, None] & (column < config.head_dim)[None, :]
-    b, h = args.b.to(gl.int64), args.kv_head.to(gl.int64)
+    b, h, rows = args.b.to(gl.int64), args.kv_head.to(gl.int64), row.to(gl.int64)[:, None]
     dk_b, dk_h, dk_s, dv_b, dv_h, dv_s = args.strides
-    rows = row.to(gl.int64)[:, None]
     gl.store(args.dk_ptr + b * dk_b + h * dk_h + rows * dk_s + column[None, :], (dk * args.scale).to(dtype), exists)
     gl.store(args.dv_ptr + b * dv_b + h * dv_h + rows * dv_s + column[None, :], dv.to(dtype), exists)
 
@@ -293,35 +303,31 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
 @gluon.jit
 @no_type_check
 def backward_kernel(
-    q_desc,
-    k_desc,
+    q_desc,  # [B, H, Sq, D], a box of `queries` rows
+    k_desc,  # [B, Hkv, Skv, D], 128 rows
     v_desc,
-    d_out_desc,
-    stats_desc,
-    dq_desc,
-    dk_ptr,
+    d_out_desc,  # as q_desc
+    stats_desc,  # [B * H * blocks of queries, 2 * queries] float32, a row; see `backward_rows_kernel`
+    dq_desc,  # [sums * B * H * blocks of queries * queries, width] float32, `queries` rows and half of the columns
+    dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
-    counters_ptr,
-    tiles_ptr,
+    counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32, zero: items that were taken, then additions to each sum
+    tiles_ptr,  # and the following four: `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,
-    order_ptr,
-    items,
     row_blocks,
-    groups,
-    groups_at_once,
     kv_heads,
     heads_per_group,
     mask_b,
     mask_h,
-    q_blocks,
-    blocks,
+    q_blocks,  # of a head
+    blocks,  # of queries in all, B * H * q_blocks
     kv_len,
-    strides,
+    strides,  # of dK and dV: batch, head, row
     scale,
-    score_scale,
-    CONFIG: gl.constexpr,  # BackwardConfig
+    score_scale,  # times log2(e)
+    CONFIG: gl.constexpr,  # `BackwardConfig`
     USE_PDL: gl.constexpr,
 ):
     """See the module."""
@@ -334,8 +340,7 @@ def backward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
-    HALF: gl.constexpr = D // 2
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, QUERIES, HALF], tile_layout(gl.float32, QUERIES, HALF, 2))
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, QUERIES, D // 2], tile_layout(gl.float32, QUERIES, D // 2, 2))
     stats_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     )
@@ -351,19 +356,16 @@ def backward_kernel(
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(dq_full.index(i), count=1)
     fence_async_shared()
-    # Items are taken in the order of the list: `groups_at_once` key heads side by side, from item to item.
+    # A ticket, because the hardware does not promise to start thread blocks in order. Items are those of one key head
+    # after another, so that dQ of few heads is in L2, each from its last keys on.
     ticket = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-    chunk = ticket // (items * groups_at_once)
-    rest = ticket - chunk * (items * groups_at_once)
-    side = gl.minimum(groups_at_once, groups - chunk * groups_at_once)
-    group = chunk * groups_at_once + rest % side
-    row_block = gl.load(order_ptr + rest // side)
+    group = ticket // row_blocks
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
         dk_ptr=dk_ptr, dv_ptr=dv_ptr, counters_ptr=counters_ptr + 1, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
-        bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
-        k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
-        kv_full=kv_full, q_full=q_full, q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_block,
+        bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
+        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, kv_full=kv_full, q_full=q_full,
+        q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_blocks - 1 - ticket % row_blocks,
         row_blocks=row_blocks, b=group // kv_heads, kv_head=group % kv_heads, heads=kv_heads * heads_per_group,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
         strides=strides, scale=scale, score_scale=score_scale,

@@ -67,16 +67,14 @@ class BackwardConfig:
     """Compile-time choices of the backward kernel; fields alone, as for `ForwardConfig`.
 
     Attributes:
-        width: head dimension in shared memory.
+        width: head dimension in shared memory, 64 or 128.
         head_dim: of the tensors.
         queries: of a tile, 64 or 128.
-        ordered: thread blocks add to dQ in the order of the work list.
     """
 
     width: int
     head_dim: int
     queries: int
-    ordered: int = 1
 
 
 def padded_width(head_dim: int) -> int:

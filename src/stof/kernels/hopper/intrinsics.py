@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import no_type_check
 
 import triton
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Functions that Triton renamed: `barrier` in 3.7, the others in 3.9. `_reinterpret` is private before 3.9, and the only
@@ -207,87 +205,3 @@ def shfl_idx(value, lane):
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [value, lane], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@builtin
-def async_add(descriptor, coord, source, _semantic=None):  # type: ignore[no-untyped-def]
-    """Add a tile of shared memory to global memory by TMA, as `async_store` writes one; Gluon 3.6 has no name for it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coord, source.handle
-    )
-
-
-@gluon.jit
-@no_type_check
-def meet():
-    """Wait until both consumer warpgroups of the backward kernel are here."""
-    gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-@no_type_check
-def wait_stores_read():
-    """Wait until this warp's TMA stores have read shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group.read 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-@no_type_check
-def wait_stores():
-    """Wait until this warp's TMA stores are done; one lane issues them, and only this lane can wait for them."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
-        "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _counting(release):  # type: ignore[no-untyped-def]
-    sem = "release" if release else "relaxed"
-    return (
-        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-        f"@p red.{sem}.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-@no_type_check
-def count_up(counter_ptr, RELEASE: gl.constexpr = True):
-    """Add 1 to a counter for `wait_count` of another thread block, after all that this warp has done."""
-    gl.inline_asm_elementwise(
-        _counting(RELEASE), "=r,l", [counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-@no_type_check
-def fence_async():
-    """Order what this thread has seen in memory before its later TMA copies."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-@no_type_check
-def read_count(counter_ptr):
-    """Return a counter of `count_up`."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-@no_type_check
-def wait_count(counter_ptr, count):
-    """Wait until a counter has reached `count`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 seen; AGAIN: ld.acquire.gpu.global.s32 seen, [$1]; setp.lt.s32 p, seen, $2; "
-        "@p bra AGAIN; mov.u32 $0, 0; }",
-        "=r,l,r", [counter_ptr.to(gl.int64, bitcast=True), count], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
