@@ -13,6 +13,8 @@ import torch
 from stof.dynamic.gradients import KERNEL as DYNAMIC
 from stof.dynamic.gradients import tile_size
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper import backward as hopper_backward
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, LAYOUTS, make_backward_lists
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.kernels.triton import arguments, backward
 from stof.kernels.triton.backward_tiles import prepare_backward
@@ -162,3 +164,31 @@ def backward_cases() -> Iterator[BackwardCase]:
 
 def _sizes(tile: Any, split: int = 0) -> tuple[int, int, KernelConfig]:
     return tile.rows, tile.columns, KernelConfig(tile.num_warps, tile.num_stages, split_tiles=split)
+
+
+def hopper_backward_launches() -> Iterator[tuple[str, Recorded]]:
+    """Name and launch of each form of the one-pass kernel: both tile sizes, and a head dimension that is padded."""
+    for head_dim, dtype in ((128, torch.bfloat16), (128, torch.float16), (80, torch.bfloat16), (64, torch.float16)):
+        layout = LAYOUTS[64 if head_dim <= 64 else 128]
+        rows, columns = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)
+        keep = columns <= rows + KV_LEN - Q_LEN
+        lists = make_backward_lists(build_layout(as_mask(keep.T), KV_LEN, Q_LEN, layout))
+        q, out = (torch.empty(1, HEADS, Q_LEN, head_dim, dtype=dtype) for _ in range(2))
+        k = torch.empty(1, HEADS // 2, KV_LEN, head_dim, dtype=dtype)
+        lse, record = torch.empty(1, HEADS, Q_LEN), Recorded()
+        with mock.patch.object(hopper_backward, "Launch", record.make):
+            bound = hopper_backward.bind_backward(q, k, k, out, out, None, lists, Options(0.1, 0.0), NeedsGrad())
+            bound(q, k, k, out, lse, out, None, None, None)
+        name = f"{str(dtype).removeprefix('torch.')} D {head_dim} {layout.block_m}x{layout.block_n}"
+        yield from ((f"{launch.given[0].__name__} {name}", launch) for launch in record.made)
+
+
+def compile_hopper_backward(name: str, launch: Recorded) -> Compiled:
+    """Compile one of them for sm_90."""
+    made = assemble(launch.source(90), 90, {"num_warps": launch.options["num_warps"]})
+    is_main = name.startswith("backward_kernel")
+    return Compiled(
+        group="hopper backward", name=name, arch=90, registers=made.registers, spilled=made.spilled,
+        shared=made.shared, estimated=0, wgmma=made.wgmma, block_m=KEYS_OF_BLOCK if is_main else 0, resident=1,
+        itemsize=2, narrow=made.narrow, kept=made.kept, warnings=made.losses if is_main else [], seconds=made.seconds,
+    )  # fmt: skip

@@ -44,7 +44,12 @@ from stof.selection.gpu_choices import gpu_choices
 from stof.selection.implementations import gpu_of
 from stof.selection.resources import head_dim_class
 from tests.kernels.assemble import ARCHS, Compiled, Recorded, assemble, report
-from tests.kernels.backward_cases import backward_cases, compile_backward
+from tests.kernels.backward_cases import (
+    backward_cases,
+    compile_backward,
+    compile_hopper_backward,
+    hopper_backward_launches,
+)
 from tests.kernels.covering import KINDS, covering
 from tests.kernels.device_kernels import compiled_for_device, fill_kernels, layout_kernels
 
@@ -438,6 +443,9 @@ def main() -> None:
             for arch in sorted(archs.intersection(case.archs)):
                 if given.only in case.name(launch.given[0].__name__):
                     report(compile_backward(case, launch, arch), given.json)
+    for name, launch in hopper_backward_launches() if given.family != "others" and 90 in archs else ():
+        if given.only in name:
+            report(compile_hopper_backward(name, launch), given.json)
     for group, kernels in (("fill", fill_kernels()), ("layout", layout_kernels())):
         for kernel, values, options in kernels:
             if given.only in kernel.__name__ and given.family != "hopper":

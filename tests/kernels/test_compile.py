@@ -41,6 +41,7 @@ SPILLS = {
     "hopper bias": (64, 0),
     "hopper options": (96, 0),
     "hopper fp8": (32, 0),
+    "hopper backward": (64, 0),
     "row-wise": (0, 0),
     "backward D 64": (128, 128),
     "backward D 128": (352, 256),

@@ -166,11 +166,24 @@ def test_gradients_of_first_masks_are_filled_if_they_have_tiles_of_both_kinds(mo
         kept_by_structure.clear()
         made = plan_of(mask)
         of_made = PlanGradients(made)
-        name, tiling = of_made.choices(CALL)[0]
+        name, tiling = "block_wise", of_made._tilings("block_wise", CALL)[0]
         monkeypatch.setattr(MaskGeometry, "build", None)
         assert is_fillable_backward(tiling)
         assert ((name, tiling) in of_made._prepared) == filled
         del made
+
+
+def test_gradients_of_causal_masks_take_one_pass() -> None:
+    """Until its kernel fails: Triton's kernels serve then."""
+    call = replace(CALL, q_len=8192, kv_len=8192, heads=32, kv_heads=32)
+    geometry = MaskGeometry(masks.causal(), 8192, 8192)
+    gpu, sizes = torch.device("cuda", 0), (None, None)
+    plan = Plan("causal()", (8192, 8192), geometry.dims, gpu, call_sizes=sizes, geometry=geometry)
+    of_plan = PlanGradients(plan)
+    ((name, tiling),) = of_plan.choices(call)
+    assert name == "hopper"
+    of_plan.reject(name, tiling, KernelError("too much shared memory"))
+    assert of_plan.choices(call)[0][0] == "block_wise"
 
 
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

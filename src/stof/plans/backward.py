@@ -47,25 +47,25 @@ class PlanGradients:
         return held + [tensor for prepared in list(self._prepared.values()) for tensor in tensors_of(prepared)]
 
     def choices(self, call: CallSpec) -> list[tuple[str, BackwardTiling]]:
-        """Return the implementations that can compute the gradients of a call, with tile sizes, best first.
+        """Return how the gradients of a call can be computed, best first, by the first implementation that has a way.
 
         Raises:
             UnsupportedError: there is none.
         """
-        choices, reasons = [], {}
+        reasons = {}
         for name, implementation in IMPLEMENTATIONS.items():
             if implementation.backward is None:
                 continue
             refusals = implementation.backward.capabilities.refusals(call)
             if refusals:
                 reasons[name] = refusals
-            else:
-                choices += [(name, tiling) for tiling in self._tilings(name, call)]
-        usable = [choice for choice in choices if choice not in self._failed]
-        if not usable:
-            reasons |= {name: [error] for (name, _), error in self._failed.items()}
-            raise UnsupportedError("no implementation can compute the gradients of this call", reasons)
-        return usable
+                continue
+            choices = [(name, tiling) for tiling in self._tilings(name, call)]
+            usable = [choice for choice in choices if choice not in self._failed]
+            if usable:
+                return usable
+            reasons[name] = [self._failed[choice] for choice in choices] or ["other kernels are estimated faster"]
+        raise UnsupportedError("no implementation can compute the gradients of this call", reasons)
 
     def _tilings(self, name: str, call: CallSpec) -> tuple[BackwardTiling, ...]:
         """Return the tiling of an earlier mask of the same structure, or else all by surveying this one."""

@@ -18,6 +18,7 @@ from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_k
 from stof.kernels.hopper.binding import Window, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
+from stof.kernels.triton.operands import Strides
 from stof.runtime.launch import Launch, TensorMap
 from stof.runtime.pdl import supports_pdl
 
@@ -64,7 +65,7 @@ def bind_backward(
         )
     copied = [not readable(x) for x in (q, k, v, d_out)]
     q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))
-    kernels = _Kernels(q, k, v, out, d_out, d_lse is not None, lists, options)
+    kernels = _Kernels(q, k, v, _dense_rows(out), d_out, d_lse is not None, lists, options)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
@@ -73,7 +74,7 @@ def bind_backward(
         del bias, sinks, seed
         inputs = [_readable(x, copy) for x, copy in zip((q, k, v, d_out), copied, strict=True)]
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        kernels(inputs, out, lse, d_lse, dq, dk, dv)
+        kernels(inputs, _dense_rows(out), lse, d_lse, dq, dk, dv)
         return Gradients(dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None, None, None)
 
     return call
@@ -86,6 +87,11 @@ def _readable(x: Tensor, copy: bool) -> Tensor:
     if x.data_ptr() % _ALIGNED == 0:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _dense_rows(out: Tensor) -> Tensor:
+    """A tensor whose columns are contiguous."""
+    return out if out.stride(3) == 1 else out.contiguous()
 
 
 class _Kernels:
@@ -104,11 +110,11 @@ class _Kernels:
         self.sums = (lists.sums * blocks * queries, width)
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
-        dq, dk, dv = (empty_gradient(x).stride()[:3] for x in (q, k, v))
+        dq, dk, dv, of_d_out = (Strides(*x.stride()[:3]) for x in (*map(empty_gradient, (q, k, v)), d_out))
         sizes = heads, q_len, q_blocks
         launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
         self.rows = launch(
-            backward_rows_kernel, blocks, (), (out.stride(), d_out.stride()[:3], *sizes),
+            backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes),
             (queries, head_dim, width, has_d_lse, pdl),
         )  # fmt: skip
         self.convert = launch(
@@ -121,7 +127,7 @@ class _Kernels:
             batch * kv_heads * lists.row_blocks,
             (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
             (lists.row_blocks, kv_heads, heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1),
-             q_blocks, blocks, kv_len, (*dk, *dv), float(options.scale), options.scale * math.log2(math.e)),
+             q_blocks, blocks, kv_len, dk, dv, float(options.scale), options.scale * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),

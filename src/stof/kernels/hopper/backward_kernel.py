@@ -81,8 +81,8 @@ BackwardArgs = namedtuple(
     "BackwardArgs",
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr bitmaps_ptr "
     "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full q_full q_empty dq_full dq_empty "
-    "row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks kv_len strides scale "
-    "score_scale",
+    "row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks kv_len stride_dk stride_dv "
+    "scale score_scale",
 )
 
 
@@ -295,9 +295,11 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     exists = (row < args.kv_len)[:, None] & (column < config.head_dim)[None, :]
     b, h, rows = args.b.to(gl.int64), args.kv_head.to(gl.int64), row.to(gl.int64)[:, None]
-    dk_b, dk_h, dk_s, dv_b, dv_h, dv_s = args.strides
-    gl.store(args.dk_ptr + b * dk_b + h * dk_h + rows * dk_s + column[None, :], (dk * args.scale).to(dtype), exists)
-    gl.store(args.dv_ptr + b * dv_b + h * dv_h + rows * dv_s + column[None, :], dv.to(dtype), exists)
+    to_dk, to_dv = args.stride_dk, args.stride_dv
+    dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + column[None, :]
+    dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + column[None, :]
+    gl.store(dk_ptrs, (dk * args.scale).to(dtype), exists)
+    gl.store(dv_ptrs, dv.to(dtype), exists)
 
 
 @gluon.jit
@@ -324,7 +326,8 @@ def backward_kernel(
     q_blocks,  # of a head
     blocks,  # of queries in all, B * H * q_blocks
     kv_len,
-    strides,  # of dK and dV: batch, head, row
+    stride_dk,  # `Strides`
+    stride_dv,
     scale,
     score_scale,  # times log2(e)
     CONFIG: gl.constexpr,  # `BackwardConfig`
@@ -368,7 +371,7 @@ def backward_kernel(
         q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_blocks - 1 - ticket % row_blocks,
         row_blocks=row_blocks, b=group // kv_heads, kv_head=group % kv_heads, heads=kv_heads * heads_per_group,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
-        strides=strides, scale=scale, score_scale=score_scale,
+        stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (_producer, (args, CONFIG)),

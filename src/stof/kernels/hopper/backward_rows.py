@@ -21,8 +21,8 @@ def backward_rows_kernel(
     d_lse_ptr,
     stats_ptr,  # [B * H * blocks of queries, 2, ROWS] float32: lse, delta
     counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32
-    out_strides,  # batch, head, row, column
-    d_out_strides,  # batch, head, row; columns are contiguous
+    stride_out,  # `Strides`; columns are contiguous
+    stride_d_out,
     heads,
     q_len,
     q_blocks,
@@ -45,10 +45,10 @@ def backward_rows_kernel(
     ok = row < q_len
     mask = ok[:, None] & (d < HEAD_DIM)[None, :]
     b, h, at = (group // heads).to(tl.int64), (group % heads).to(tl.int64), row.to(tl.int64)[:, None]
-    out_base = out_ptr + b * out_strides[0] + h * out_strides[1]
-    d_out_base = d_out_ptr + b * d_out_strides[0] + h * d_out_strides[1]
-    out = tl.load(out_base + at * out_strides[2] + d[None, :] * out_strides[3], mask=mask, other=0.0).to(tl.float32)
-    d_out = tl.load(d_out_base + at * d_out_strides[2] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    out_base = out_ptr + b * stride_out.b + h * stride_out.h
+    d_out_base = d_out_ptr + b * stride_d_out.b + h * stride_d_out.h
+    out = tl.load(out_base + at * stride_out.s + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    d_out = tl.load(d_out_base + at * stride_d_out.s + d[None, :], mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + group.to(tl.int64) * q_len + row, mask=ok, other=float("-inf"))
     some = lse != float("-inf")  # or NaN
     delta = tl.where(some, tl.sum(out * d_out, 1), 0.0)
@@ -69,7 +69,7 @@ def convert_dq_kernel(
     sums_ptr,  # [SUMS, B * H * blocks of queries, ROWS, BLOCK_D] float32
     counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32: thread blocks that added to each sum
     dq_ptr,  # [B, H, Sq, D]
-    strides,  # batch, head, row; columns are contiguous
+    stride,  # `Strides`; columns are contiguous
     heads,
     q_len,
     q_blocks,
@@ -94,5 +94,5 @@ def convert_dq_kernel(
         at = (blocks.to(tl.int64) * which + block) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
         acc += tl.load(sums_ptr + at, mask=mask & some, other=0.0)
     b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
-    base = dq_ptr + b * strides[0] + h * strides[1] + row.to(tl.int64)[:, None] * strides[2]
+    base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
     tl.store(base + d[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,161 @@
+"""The one-pass backward kernel on a Hopper GPU: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stof
+from stof import LayoutConfig, masks
+from stof.kernels.hopper.backward_lists import make_backward_lists
+from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
+from stof.layout import build_layout
+from stof.masks.tensors import as_mask
+from stof.plans.backward import gradients_of
+from stof.testing import MEMORY_LAYOUTS, make_inputs
+from tests.kernels.gradients import assert_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+SHAPES = {  # batch, heads, kv_heads, q_len, kv_len
+    "one tile": (1, 1, 1, 128, 128),
+    "ragged": (2, 4, 2, 333, 517),
+    "few queries": (1, 2, 1, 5, 700),
+    "few keys": (1, 2, 2, 700, 3),
+    "groups": (2, 8, 2, 640, 640),
+    "many thread blocks": (1, 48, 48, 1100, 1100),
+}
+BOTH = NeedsGrad()
+TEXTURES = ("full", "causal", "random", "sparse", "window", "per head", "empty rows")
+
+
+def dense(texture: str, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    rows, columns = torch.arange(q_len)[:, None], torch.arange(kv_len)
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+    noise = torch.rand(batch, heads, q_len, kv_len, generator=generator)
+    keep: Tensor = {
+        "full": torch.ones(1, 1, q_len, kv_len, dtype=torch.bool),
+        "causal": (columns <= rows)[None, None],
+        "random": noise[:1, :1] < 0.5,
+        "sparse": noise[:1, :1] < 0.004,
+        "window": ((rows - columns).abs() < 70)[None, None],
+        "per head": noise < 0.3,
+        "empty rows": ((columns <= rows) & (rows % 3 > 0) & (columns % 5 > 0))[None, None],
+    }[texture]
+    return keep
+
+
+def bound(call: dict[str, Any], queries: int, needs: NeedsGrad = BOTH) -> tuple[BackwardCall, list[Any]]:
+    """The kernel bound to a call, and the arguments that it takes."""
+    from stof.kernels.hopper.backward import bind_backward
+    from stof.kernels.torch.reference import reference_attention
+
+    q, k, v, d_out, keep = (call[name].cuda() for name in ("q", "k", "v", "d_out", "keep"))
+    batch, heads, q_len, _ = q.shape
+    transposed = as_mask(keep.transpose(2, 3).contiguous())
+    sizes = {"batch": batch, "heads": heads, "device": torch.device("cuda", 0)}
+    layout = build_layout(transposed, k.shape[2], q_len, LayoutConfig(128, queries), **sizes)
+    out, lse = reference_attention(*(x.double() for x in (q, k, v)), keep, scale=call["scale"])
+    d_lse = call["d_lse"].cuda() if "d_lse" in call else None
+    arguments = [q, k, v, out.to(q.dtype), lse.float(), d_out, d_lse, None, None]
+    options = Options(call["scale"], 0.0)
+    return bind_backward(q, k, v, arguments[3], d_out, d_lse, make_backward_lists(layout), options, needs), arguments
+
+
+def random_call(shape: str, texture: str, head_dim: int, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    batch, heads, kv_heads, q_len, kv_len = SHAPES[shape]
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    inputs = make_inputs(**sizes, head_dim=head_dim, dtype=dtype, **options)
+    q, k, v = inputs.qkv
+    return {
+        "q": q, "k": k, "v": v, "d_out": torch.randn(q.shape).to(dtype), "scale": head_dim**-0.5,
+        "keep": dense(texture, batch, heads, q_len, kv_len),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("texture", TEXTURES)
+@pytest.mark.parametrize(("head_dim", "queries"), [(128, 64), (64, 128), (64, 64), (72, 64), (8, 128)])
+def test_against_float64(shape: str, texture: str, head_dim: int, queries: int) -> None:
+    dtype = torch.bfloat16 if head_dim % 16 else torch.float16
+    call = random_call(shape, texture, head_dim, dtype)
+    attend, arguments = bound(call, queries)
+    gradients = attend(*arguments)
+    assert_gradients(Gradients(*[x if x is None else x.cpu() for x in gradients]), call)
+    again = attend(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(gradients[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
+def test_strides_addresses_and_gradients_of_lse(memory: str) -> None:
+    call = random_call("ragged", "causal", 64, torch.bfloat16, memory=memory) | {"d_lse": torch.randn(2, 4, 333)}
+    attend, arguments = bound(call, 128)
+    assert_gradients(Gradients(*[x if x is None else x.cpu() for x in attend(*arguments)]), call)
+    moved = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in arguments[:3]]
+    attend, _ = bound({**call, **dict(zip("qkv", moved, strict=True))}, 128)
+    of_moved = attend(*moved, *arguments[3:])
+    assert_gradients(Gradients(*[x if x is None else x.cpu() for x in of_moved]), call)
+
+
+def test_gradients_that_are_not_wanted() -> None:
+    call = random_call("groups", "causal", 128, torch.bfloat16)
+    for needs in (NeedsGrad(q=True, kv=False), NeedsGrad(q=False, kv=True)):
+        attend, arguments = bound(call, 64, needs)
+        dq, dk, dv, *_ = attend(*arguments)
+        assert ((dq is not None), (dk is not None), (dv is not None)) == (needs.q, needs.kv, needs.kv)
+
+
+@pytest.mark.parametrize(("head_dim", "queries"), [(128, 64), (64, 128)])
+def test_equal_calls_give_equal_bits_whatever_runs_beside(head_dim: int, queries: int) -> None:
+    call = random_call("many thread blocks", "full", head_dim, torch.bfloat16)
+    attend, arguments = bound(call, queries)
+    first = attend(*arguments)
+    beside = torch.cuda.Stream()
+    x = torch.randn(2048, 2048, device="cuda")
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        with torch.cuda.stream(beside):
+            x = x @ x * 1e-3
+        again = attend(*arguments)
+        for one, other in zip(first[:3], again[:3], strict=True):
+            different += (one != other).sum()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_training_uses_it(name: str, head_dim: int) -> None:
+    """Through autograd, eagerly and in a CUDA graph, and compared with Triton's kernels."""
+    mask = getattr(masks, name)()
+    q, k, v = (torch.randn(4, 16, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    d_out, leaves = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v)]
+    plan = stof.plan(mask, 2048, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(stof.attention(*leaves, plan), leaves, d_out)
+
+    made = step()
+    assert {name for name, _ in gradients_of(plan)._prepared} == {"hopper"}
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    expected = torch.autograd.grad(
+        torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in leaves), is_causal=name == "causal"),
+        leaves, d_out.float(),
+    )  # fmt: skip
+    for one, other, want in zip(made, captured, expected, strict=True):
+        assert torch.equal(one, other)
+        assert float((one.float() - want.float()).norm() / want.float().norm()) < 0.01

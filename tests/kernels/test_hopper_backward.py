@@ -1,0 +1,216 @@
+"""The one-pass backward kernel of Hopper without a GPU: its lists, the kernels around it, and when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stof import LayoutConfig, masks
+from stof.errors import UnfitLayoutError
+from stof.kernels.hopper.backward_lists import LAYOUTS, TILE, BackwardLists, make_backward_lists
+from stof.layout import build_layout
+from stof.layout.orders.named import named_order
+from stof.masks.tensors import as_mask
+from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
+from stof.selection.backward_tilings import BackwardTiling, one_pass_tilings
+from stof.testing import make_inputs
+from tests.examples import examples
+from tests.kernels.gradients import expected_gradients
+from tests.strategies import dense_masks
+
+QUERIES = sorted(layout.block_n for layout in LAYOUTS.values())
+CALL = CallSpec("cuda", torch.bfloat16, 128, 128, 32, 32, q_len=8192, kv_len=8192, compute_capability=(9, 0))
+
+
+@st.composite
+def drawn_masks(draw: st.DrawFn, most: int) -> Tensor:
+    """A dense mask `[B, H, Sq, Skv]` of up to so many queries and keys."""
+    sizes = [draw(st.integers(1, most)) for _ in range(2)]
+    return draw(dense_masks(*sizes, draw(st.integers(1, 2)), draw(st.sampled_from([1, 2]))))
+
+
+def lists_of(keep: Tensor, queries: int) -> BackwardLists:
+    batch, heads, q_len, kv_len = keep.shape
+    transposed = as_mask(keep.transpose(2, 3).contiguous())
+    layout = build_layout(transposed, kv_len, q_len, LayoutConfig(128, queries), batch=batch, heads=heads)
+    return make_backward_lists(layout)
+
+
+def tiles_of(lists: BackwardLists, pattern: int) -> list[tuple[int, list[int]]]:
+    """Blocks of keys and fields of the tiles of a pattern, in the order in which thread blocks start."""
+    out = []
+    for block in reversed(range(lists.row_blocks)):
+        begin, end = lists.row_block_ptr[pattern * lists.row_blocks + block :][:2].tolist()
+        out += [(block, fields) for fields in lists.tiles[begin:end].tolist()]
+    return out
+
+
+def kept_scores(lists: BackwardLists, fields: list[int]) -> Tensor:
+    """Bool `[128, queries]`: which scores of a tile count."""
+    if fields[TILE.bitmap] < 0:
+        return torch.ones(128, lists.queries, dtype=torch.bool)
+    columns = torch.arange(lists.queries)
+    words = lists.bitmaps[fields[TILE.bitmap]].long()[:, columns % 8 // 2]
+    return (words >> (2 * (columns // 8) + columns % 2)) & 1 > 0
+
+
+@given(keep=drawn_masks(300), queries=st.sampled_from(QUERIES))
+@examples(40)
+def test_lists_are_the_mask(keep: Tensor, queries: int) -> None:
+    """Keys past the end never count. Queries past the end may: their weights are 0."""
+    lists = lists_of(keep, queries)
+    batch, heads, q_len, kv_len = keep.shape
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        pattern = int(lists.pattern_of[b % len(lists.pattern_of), h % lists.pattern_of.shape[1]])
+        seen = torch.zeros(lists.row_blocks * 128, -(-q_len // queries) * queries, dtype=torch.bool)
+        for block, fields in tiles_of(lists, pattern):
+            seen[block * 128 :][:128, fields[TILE.q_block] * queries :][:, :queries] |= kept_scores(lists, fields)
+        assert torch.equal(seen[:kv_len, :q_len], keep[b, h].T)
+        assert not seen[kv_len:].any()
+
+
+@given(keep=drawn_masks(600), queries=st.sampled_from(QUERIES))
+@examples(40)
+def test_thread_blocks_wait_only_for_those_that_started_before(keep: Tensor, queries: int) -> None:
+    """Each sum is added to by ranks 0, 1, 2 and so on, in the order of work items."""
+    lists = lists_of(keep, queries)
+    for pattern in range(int(lists.pattern_of.max()) + 1):
+        added: dict[tuple[int, int], int] = {}
+        for _, fields in tiles_of(lists, pattern):
+            place = fields[TILE.q_block], fields[TILE.sum]
+            assert fields[TILE.rank] == added.get(place, 0)
+            added[place] = added.get(place, 0) + 1
+        assert all(which < lists.sums for _, which in added)
+
+
+def test_no_tile_of_a_causal_mask_is_before_the_diagonal() -> None:
+    """So that there is one sum, and each thread block begins two tiles behind the one that started before it."""
+    lists = lists_of(torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), 64)
+    assert lists.sums == 1
+    begins = lists.tiles[lists.row_block_ptr[:-1].long(), TILE.q_block]
+    assert begins.tolist() == list(range(0, 16, 2))
+    assert lists_of(torch.ones(1, 1, 256, 256, dtype=torch.bool), 64).sums == 2
+
+
+def test_layouts_that_the_kernel_cannot_read() -> None:
+    keep = as_mask(torch.ones(256, 256, dtype=torch.bool))
+    for config in (LayoutConfig(64, 64), LayoutConfig(128, 64, 8)):
+        with pytest.raises(UnfitLayoutError, match="128 keys x 64 or 128 queries"):
+            make_backward_lists(build_layout(keep, 256, 256, config))
+    ordered = build_layout(keep, 256, 256, LAYOUTS[128], row_order=named_order("remainder 2", 256))
+    with pytest.raises(UnfitLayoutError, match="128 keys"):
+        make_backward_lists(ordered)
+
+
+def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Tensor, counters: Tensor) -> list[Tensor]:
+    """What the kernel computes, tile by tile in the order of its work items: `sums`, `counters`, and dK and dV."""
+    q, k, v, d_out = (call[name].double() for name in ("q", "k", "v", "d_out"))
+    batch, heads, q_len, _ = q.shape
+    queries, group = lists.queries, heads // k.shape[1]
+    blocks = -(-q_len // queries)
+    padded = torch.nn.functional.pad
+    q, d_out = (padded(x, (0, 0, 0, blocks * queries - q_len)) for x in (q, d_out))
+    k, v = (padded(x, (0, 0, 0, lists.row_blocks * 128 - k.shape[2])) for x in (k, v))
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    sums = sums.view(lists.sums, batch * heads * blocks, queries, -1)
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        pattern = int(lists.pattern_of[b % len(lists.pattern_of), h % lists.pattern_of.shape[1]])
+        for block, fields in tiles_of(lists, pattern):
+            at = (b * heads + h) * blocks + fields[TILE.q_block]
+            rows, keys = (
+                slice(n * size, (n + 1) * size) for n, size in ((fields[TILE.q_block], queries), (block, 128))
+            )
+            lse, delta = stats.view(-1, 2, queries)[at].double()
+            scores = k[b, h // group, keys] @ q[b, h, rows].T * call["scale"]
+            p = torch.exp2(scores * 1.4426950408889634 - lse) * kept_scores(lists, fields)
+            ds = p * (v[b, h // group, keys] @ d_out[b, h, rows].T - delta)
+            dk[b, h // group, keys] += call["scale"] * ds @ q[b, h, rows]
+            dv[b, h // group, keys] += p @ d_out[b, h, rows]
+            dq = (ds.T @ k[b, h // group, keys]).float()
+            place = sums[fields[TILE.sum], at, :, : dq.shape[1]]
+            place.copy_(dq + place if fields[TILE.rank] else dq)
+            counters[1 + 2 * at + fields[TILE.sum]] += 1
+    return [x[:, :, : lists.kv_len].to(call["k"].dtype) for x in (dk, dv)]
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter; tests/gpu on GPUs")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+@given(data=st.data(), queries=st.sampled_from(QUERIES))
+@examples(12)
+def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
+    """lse, delta, cleared counters and sums of dQ give the gradients, around a kernel in PyTorch that reads lists."""
+    pytest.importorskip("triton")
+    from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
+    from stof.kernels.torch.reference import reference_attention
+    from stof.kernels.triton.operands import Strides
+
+    keep = data.draw(drawn_masks(200))
+    batch, heads, q_len, kv_len = keep.shape
+    head_dim, has_d_lse = data.draw(st.sampled_from([16, 40])), data.draw(st.booleans())
+    inputs = make_inputs(batch=batch, heads=heads, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+    q, k, v = inputs.qkv
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": 0.3, "keep": keep}
+    d_lse = torch.randn(batch, heads, q_len) if has_d_lse else None
+    lists = lists_of(keep, queries)
+    out, lse = reference_attention(q, k, v, keep, scale=0.3)
+    blocks = batch * heads * -(-q_len // queries)
+    stats, counters = (
+        torch.full((blocks * 2 * queries,), torch.nan),
+        torch.full((1 + 2 * blocks,), 7, dtype=torch.int32),
+    )
+    sums, dq = torch.full((lists.sums * blocks * queries, 64), torch.nan), torch.full_like(q, torch.nan)
+    sizes = heads, q_len, -(-q_len // queries)
+    stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
+    backward_rows_kernel[(blocks,)](
+        out, call["d_out"], lse.float(), lse.float() if d_lse is None else d_lse, stats, counters, stride_out,
+        stride_d_out, *sizes, queries, head_dim, 64, has_d_lse, False,
+    )  # fmt: skip
+    assert not counters.any()
+    dk, dv = computed(lists, call, stats, sums, counters)
+    convert_dq_kernel[(blocks,)](
+        sums, counters, dq, Strides(*dq.stride()[:3]), *sizes, blocks, 0.3, lists.sums, queries, head_dim, 64, False
+    )
+    expected = expected_gradients(call | ({} if d_lse is None else {"d_lse": d_lse}))
+    for made, name in ((dq, "q"), (dk, "k"), (dv, "v")):
+        torch.testing.assert_close(made, getattr(expected, name).to(made.dtype), rtol=1e-4, atol=1e-4)
+
+
+def tilings(mask: masks.Mask, call: CallSpec = CALL) -> tuple[BackwardTiling, ...]:
+    geometry = MaskGeometry(mask, call.q_len, call.kv_len)
+    return one_pass_tilings(call, lambda swap: geometry.transposed() if swap else geometry)
+
+
+def test_one_pass_serves_masks_that_are_the_same_in_every_step() -> None:
+    for mask in (masks.full(), masks.causal(), masks.from_function(lambda b, h, q, kv: q >= kv).frozen()):
+        assert [tiling.dkv_layout for tiling in tilings(mask)] == [(LAYOUTS[128], None)]
+        assert [tiling.dkv_layout for tiling in tilings(mask, replace(CALL, head_dim=64, value_dim=64))] in (
+            [],
+            [(LAYOUTS[64], None)],
+        )
+    for mask in (
+        masks.sliding_window(500),
+        masks.documents([0] * 100 + [1] * 8092),
+        masks.causal().with_query_offset(9),
+    ):
+        assert tilings(mask) == ()
+    short = replace(CALL, q_len=128, kv_len=128, heads=1, kv_heads=1)
+    assert tilings(masks.causal(), short) in ((), (BackwardTiling(dkv_layout=(LAYOUTS[128], None)),))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"has_bias": True}, {"has_softcap": True}, {"has_sinks": True}, {"has_dropout": True},
+                {"head_dim": 256, "value_dim": 256}, {"value_dim": 64}, {"compute_capability": (10, 0)}],
+    ids=str,
+)  # fmt: skip
+def test_calls_that_it_refuses(changes: dict[str, Any]) -> None:
+    backward = IMPLEMENTATIONS["hopper"].backward
+    assert backward is not None
+    assert not backward.capabilities.refusals(CALL)
+    assert backward.capabilities.refusals(replace(CALL, **changes))
