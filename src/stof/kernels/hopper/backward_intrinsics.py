@@ -8,17 +8,18 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 @builtin
-def async_add(descriptor, coord, source, _semantic=None):  # type: ignore[no-untyped-def]
-    """Add a tile of shared memory to memory by TMA, as `async_store` writes one. Triton 3.6 has no public name for it.
-
-    PTX: `cp.reduce.async.bulk.tensor`, which adds float32 in L2.
-    """
+def _async_add(descriptor, coord, source, _semantic=None):  # type: ignore[no-untyped-def]
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coord, source.handle)
+
+
+# Add a tile of shared memory to memory by TMA (`cp.reduce.async.bulk.tensor`, in L2). Public since Triton 3.9.
+async_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _async_add
 
 
 @gluon.jit

@@ -22,9 +22,9 @@ started, so all of them end, whatever the number of multiprocessors.
 | kv_full  | 1      | copies K and V               | wait before the first tile       | -                           |
 | q_full   | 2      | copies Q, dO, lse and delta  | wait before S                    | -                           |
 | q_empty  | 2      | wait before it copies        | arrive after dK                  | -                           |
-| dq_full  | 2      | -                            | warpgroup g writes its half of   | wait before it adds half g  |
-|          |        |                              | dQ, then arrives at g            |                             |
-| dq_empty | 1      | -                            | wait before they write dQ        | arrive when both are read   |
+| dq_full  | 2 x 2  | -                            | each writes its half of dQ and   | wait before it adds a half  |
+|          |        |                              | arrives at the barrier for it    |                             |
+| dq_empty | 2      | -                            | wait before they write dQ        | arrive when both are read   |
 | named 8  | 1      | -                            | wait until both have written dS  | -                           |
 
     consumer, tile i:  dP issue | P | wait dP, dV issue | dS, write | wait dV | named 8 |
@@ -136,6 +136,7 @@ def _accumulator(args, config: gl.constexpr):
     """Add dQ of each tile to memory, when those that come before have."""
     QUERIES: gl.constexpr = config.queries
     HALF: gl.constexpr = config.width // 2
+    stage = 0
     phase = 0
     for i in range(args.heads_per_group):
         head = args.kv_head * args.heads_per_group + i
@@ -157,20 +158,21 @@ def _accumulator(args, config: gl.constexpr):
                 wait_count(counter_ptr, rank)
             fence_async()
             for g in gl.static_range(2):
-                mbarrier.wait(args.dq_full.index(g), phase)
+                mbarrier.wait(args.dq_full.index(stage * 2 + g), phase)
                 if rank == 0:
-                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
+                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(stage * 2 + g))
                 else:
-                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(g))
+                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(stage * 2 + g))
             wait_stores_read()
-            mbarrier.arrive(args.dq_empty, count=1)
+            mbarrier.arrive(args.dq_empty.index(stage), count=1)
             # Read while the stores are under way.
             seen = read_count(args.counters_ptr + (next_block * 2 + next_which))
             wait_stores_and_count(counter_ptr)
             block = next_block
             rank = next_rank
             which = next_which
-            phase = phase ^ 1
+            phase = phase ^ stage
+            stage = stage ^ 1
 
 
 @gluon.jit
@@ -253,7 +255,6 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         left += end - begin
     stage = 0
     phase = 0
-    parity = 1
     mbarrier.wait(args.kv_full, 0)
     s = _issue_scores(args, 0, 0, left > 0, GROUP, config)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -282,15 +283,14 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             left -= 1
             s = _issue_scores(args, stage ^ 1, phase ^ stage, left > 0, GROUP, config)
             dq = warpgroup_mma_wait(2, deps=(dq,))
-            mbarrier.wait(args.dq_empty, parity)
-            args.dq_smem.index(hide_from_compiler(GROUP)).store(dq)
+            mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
+            args.dq_smem.index(stage * 2 + GROUP).store(dq)
             fence_async_shared()
-            mbarrier.arrive(args.dq_full.index(GROUP), count=1)
+            mbarrier.arrive(args.dq_full.index(stage * 2 + GROUP), count=1)
             s, dk = warpgroup_mma_wait(0, deps=(s, dk))
             mbarrier.arrive(args.q_empty.index(stage), count=1)
             phase = phase ^ stage
             stage = stage ^ 1
-            parity = parity ^ 1
     row = args.row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     exists = (row < args.kv_len)[:, None] & (column < config.head_dim)[None, :]
@@ -343,21 +343,24 @@ def backward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, QUERIES, D // 2], tile_layout(gl.float32, QUERIES, D // 2, 2))
+    dq_smem = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES, QUERIES, D // 2], tile_layout(gl.float32, QUERIES, D // 2, 2)
+    )
     stats_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     )
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(dq_empty, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_full.index(2 * i), count=1)
+        mbarrier.init(dq_full.index(2 * i + 1), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     # A ticket, because the hardware does not promise to start thread blocks in order. Items are those of one key head
     # after another, so that dQ of few heads is in L2, each from its last keys on.
