@@ -31,7 +31,7 @@ SHAPES = {  # batch, heads, kv_heads, q_len, kv_len
     "few queries": (1, 2, 1, 5, 700),
     "few keys": (1, 2, 2, 700, 3),
     "groups": (2, 8, 2, 640, 640),
-    "many thread blocks": (1, 48, 48, 1100, 1100),
+    "many thread blocks": (1, 24, 24, 700, 700),
 }
 BOTH = NeedsGrad()
 TEXTURES = ("full", "causal", "random", "sparse", "window", "per head", "empty rows")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from stof.layout import LayoutConfig
 from stof.layout.survey import TileCounts, survey
 from stof.masks import transposed
 from stof.plans.backward import gradients_of
-from stof.selection import IMPLEMENTATIONS
+from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.backward_tilings import (
     SPLITS,
     BackwardTile,
     BackwardTiling,
     critical_load,
     head_groups,
+    one_pass_tile,
+    one_pass_tilings,
     tiles_of,
     triton_tilings,
 )
@@ -41,7 +44,7 @@ from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import Shape, grid_mask
 from stof.tuning.timing import time_calls
 
-KERNELS = ("dq", "dkv")
+KERNELS = ("dq", "dkv", "dqkv")
 _MASKS = ("full", "causal", "window512", "longformer", "bigbird", "strided", "dilated", "random1%", "random5%")
 CELLS = (
     *((mask, shape, "bfloat16") for shape in ("1,32,128,8192", "16,12,64,1024", "1,12,64,4096") for mask in _MASKS),
@@ -65,7 +68,7 @@ class MeasuredTile:
 
     Attributes:
         mask, shape, dtype: the cell, `shape` as B,H,Hkv,D,Sq,Skv.
-        kernel: "dq" or "dkv".
+        kernel: "dq" or "dkv", or "dqkv" for Hopper's kernel for all gradients.
         tile: its sizes.
         slab, split_tiles: see `LayoutConfig` and `KernelConfig`.
         us: GPU time, that of the kernel of row statistics included; on a CPU the time of the call.
@@ -93,7 +96,7 @@ def measure(
     report: Callable[[str], None],
     keep: Callable[[Sequence[MeasuredTile]], object],
 ) -> list[MeasuredTile]:
-    """Time every variant of both kernels on cells (mask, shape, dtype), each after a check against float64.
+    """Time every variant of the kernels on cells (mask, shape, dtype), each after a check against float64.
 
     Args:
         device: where.
@@ -124,50 +127,72 @@ def _measure_cell(
         device=device,
     )  # fmt: skip
     out, lse = attention(q, k, v, plan, return_lse=True)
-    needs = NeedsGrad(q=kernel == "dq", kv=kernel == "dkv", bias=False, sinks=False)
+    needs = NeedsGrad(q=kernel != "dkv", kv=kernel != "dq", bias=False, sinks=False)
     expected = _expected(problem, d_out)
-    implementation, backward = _measured_implementation()
     calls: dict[str, Callable[[], object]] = {}
-    variants: dict[str, tuple[BackwardTile, int | None, int]] = {}
-    for tile in tiles_of(kernel, call_of(shape, dtype)):
-        for slab in (None, 1):
-            for split in SPLITS:
-                chosen = (
-                    (LayoutConfig(tile.rows, tile.columns, slab), None),
-                    KernelConfig(num_warps=tile.num_warps, num_stages=tile.num_stages, split_tiles=split),
-                )
-                dq, dkv = (chosen, _OTHER) if kernel == "dq" else (_OTHER, chosen)
-                text = f"{name} {shape} {kernel} {tile} slab {slab} split {split}"
-                try:
-                    prepared = gradients_of(plan).prepared(implementation, BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]))
-                    if split and not getattr(prepared, kernel).slots:
-                        continue  # no row block is long enough
-                    options = Options(shape.head_dim**-0.5)
-                    bound = backward.bind(q, k, v, out, d_out, None, prepared, options, needs)
-                    run = functools.partial(bound, q, k, v, out, lse, d_out, None, None, None)
-                    error = _error(run(), expected)
-                except KernelError as failure:
-                    report(f"  {text}: {failure}")
-                    continue
-                if not error <= _TOLERANCE[dtype]:
-                    report(f"  {text}: WRONG, off by {error:.1e} of the largest")
-                    continue
-                calls[text], variants[text] = run, (tile, slab, split)
+    variants: dict[str, _Variant] = {}
+    for variant in _variants(kernel, call_of(shape, dtype)):
+        backward = IMPLEMENTATIONS[variant.implementation].backward
+        assert backward is not None
+        text = f"{name} {shape} {kernel} {variant.tile} slab {variant.slab} split {variant.split_tiles}"
+        try:
+            prepared = gradients_of(plan).prepared(variant.implementation, variant.tiling)
+            if variant.split_tiles and not getattr(prepared, kernel).slots:
+                continue  # no row block is long enough
+            options = Options(shape.head_dim**-0.5)
+            bound = backward.bind(q, k, v, out, d_out, None, prepared, options, needs)
+            run = functools.partial(bound, q, k, v, out, lse, d_out, None, None, None)
+            error = _error(run(), expected)
+        except KernelError as failure:
+            report(f"  {text}: {failure}")
+            continue
+        if not error <= _TOLERANCE[dtype]:
+            report(f"  {text}: WRONG, off by {error:.1e} of the largest")
+            continue
+        calls[text], variants[text] = run, variant
     sizes = ",".join(map(str, (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len)))
     timings = time_calls(calls, device, rounds=3) if calls else {}
     rows = []
     for text, variant in variants.items():
         us = timings[text].gpu_us or timings[text].call_us
-        rows.append(MeasuredTile(name, sizes, str(dtype).removeprefix("torch."), kernel, *variant, us))
+        kind = variant.tile, variant.slab, variant.split_tiles
+        rows.append(MeasuredTile(name, sizes, str(dtype).removeprefix("torch."), kernel, *kind, us))
     if rows:
         report(f"{name} {shape} {kernel}: {len(rows)} variants, best {min(row.us for row in rows):.1f} us")
     return rows
 
 
-def _measured_implementation() -> tuple[str, Backward]:
-    """The implementation whose backward pass has these tiles."""
+class _Variant(NamedTuple):
+    """A variant of a kernel: an implementation's tiling, and of the measured kernel the tile, slab and split."""
+
+    implementation: str
+    tiling: BackwardTiling
+    tile: BackwardTile
+    slab: int | None = None
+    split_tiles: int = 0
+
+
+def _variants(kernel: str, call: CallSpec) -> Iterator[_Variant]:
+    if kernel == "dqkv":
+        name, backward = _implementation_of(one_pass_tilings)
+        if not backward.capabilities.refusals(call):
+            tile = one_pass_tile(call)
+            yield _Variant(name, BackwardTiling(dkv_layout=(LayoutConfig(tile.rows, tile.columns), None)), tile)
+        return
+    name, _ = _implementation_of(triton_tilings)
+    for tile, slab, split in itertools.product(tiles_of(kernel, call), (None, 1), SPLITS):
+        chosen = (
+            (LayoutConfig(tile.rows, tile.columns, slab), None),
+            KernelConfig(num_warps=tile.num_warps, num_stages=tile.num_stages, split_tiles=split),
+        )
+        dq, dkv = (chosen, _OTHER) if kernel == "dq" else (_OTHER, chosen)
+        yield _Variant(name, BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]), tile, slab, split)
+
+
+def _implementation_of(tilings: Callable[..., Any]) -> tuple[str, Backward]:
+    """The implementation whose backward pass has these tilings."""
     listed = ((name, one.backward) for name, one in IMPLEMENTATIONS.items())
-    return next((name, one) for name, one in listed if one is not None and one.tilings is triton_tilings)
+    return next((name, one) for name, one in listed if one is not None and one.tilings is tilings)
 
 
 def _expected(problem: AttentionProblem, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,7 +233,7 @@ def fit(rows: Sequence[MeasuredTile], base: DeviceModel) -> DeviceModel:
 def _load(row: MeasuredTile, model: DeviceModel, times: BackwardTimes) -> Tensor:
     shape = Shape.parse(row.shape)
     layout = LayoutConfig(row.tile.rows, row.tile.columns, row.slab)
-    counts = _counts(row.mask, shape.q_len, shape.kv_len, row.kernel == "dkv", layout)
+    counts = _counts(row.mask, shape.q_len, shape.kv_len, row.kernel != "dq", layout)
     groups = head_groups(row.kernel, call_of(shape, getattr(torch, row.dtype)))
     return critical_load(row.tile, counts, row.split_tiles, *groups, model, times)
 

@@ -135,6 +135,12 @@ def triton_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) 
     )
 
 
+def one_pass_tile(call: CallSpec) -> BackwardTile:
+    """The tile size of Hopper's kernel for all gradients, and its warps and stages."""
+    layout = HOPPER_LAYOUTS[head_dim_class(call.head_dim, call.value_dim)]
+    return BackwardTile(layout.block_m, layout.block_n, num_warps=12, num_stages=2)
+
+
 def one_pass_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, ...]:
     """The tile size of Hopper's kernel for all gradients, where it is faster than Triton's kernels; else nothing.
 
@@ -144,9 +150,8 @@ def one_pass_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]
     outline = geometry_of(False).outline
     if outline is None or not outline.is_constant:
         return ()
-    width = head_dim_class(call.head_dim, call.value_dim)
-    layout, transposed = HOPPER_LAYOUTS[width], geometry_of(True)
-    tile = BackwardTile(layout.block_m, layout.block_n, 12, 2)
+    tile, transposed = one_pass_tile(call), geometry_of(True)
+    layout = LayoutConfig(tile.rows, tile.columns)
     model = _model_of(transposed)
     times = model.backward.get(tile.key("dqkv", call))
     if times is None:  # a device that was measured without this kernel
