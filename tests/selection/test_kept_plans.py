@@ -21,9 +21,10 @@ from stof.plans.backward import PlanGradients
 from stof.plans.filled import _CountedTiles, is_fillable, is_fillable_backward
 from stof.plans.kept_choices import kept_by_structure
 from stof.plans.plan import Plan
-from stof.selection import CallSpec, MaskGeometry, select
+from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry, select
 from stof.selection.backward_tilings import best_tiling
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
+from stof.selection.implementations import ONE_PASS
 from tests.interpreter import IN_INTERPRETER
 
 pytest.importorskip("triton")
@@ -173,8 +174,10 @@ def test_gradients_of_first_masks_are_filled_if_they_have_tiles_of_both_kinds(mo
         del made
 
 
-def test_gradients_of_causal_masks_take_one_pass() -> None:
+def test_gradients_of_causal_masks_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until its kernel fails: Triton's kernels serve then."""
+    registered = replace(IMPLEMENTATIONS["hopper"], backward=ONE_PASS)
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", registered)
     call = replace(CALL, q_len=8192, kv_len=8192, heads=32, kv_heads=32)
     geometry = MaskGeometry(masks.causal(), 8192, 8192)
     gpu, sizes = torch.device("cuda", 0), (None, None)

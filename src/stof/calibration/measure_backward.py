@@ -173,13 +173,13 @@ class _Variant(NamedTuple):
 
 
 def _variants(kernel: str, call: CallSpec) -> Iterator[_Variant]:
-    if kernel == "dqkv":
-        name, backward = _implementation_of(one_pass_tilings)
-        if not backward.capabilities.refusals(call):
-            tile = one_pass_tile(call)
-            yield _Variant(name, BackwardTiling(dkv_layout=(LayoutConfig(tile.rows, tile.columns), None)), tile)
+    name, backward = _implementation_of(one_pass_tilings if kernel == "dqkv" else triton_tilings)
+    if backward is None or backward.capabilities.refusals(call):
         return
-    name, _ = _implementation_of(triton_tilings)
+    if kernel == "dqkv":
+        tile = one_pass_tile(call)
+        yield _Variant(name, BackwardTiling(dkv_layout=(LayoutConfig(tile.rows, tile.columns), None)), tile)
+        return
     for tile, slab, split in itertools.product(tiles_of(kernel, call), (None, 1), SPLITS):
         chosen = (
             (LayoutConfig(tile.rows, tile.columns, slab), None),
@@ -189,10 +189,10 @@ def _variants(kernel: str, call: CallSpec) -> Iterator[_Variant]:
         yield _Variant(name, BackwardTiling(dq[0], dkv[0], dq[1], dkv[1]), tile, slab, split)
 
 
-def _implementation_of(tilings: Callable[..., Any]) -> tuple[str, Backward]:
-    """The implementation whose backward pass has these tilings."""
+def _implementation_of(tilings: Callable[..., Any]) -> tuple[str, Backward | None]:
+    """The implementation whose backward pass has these tilings, None if there is none."""
     listed = ((name, one.backward) for name, one in IMPLEMENTATIONS.items())
-    return next((name, one) for name, one in listed if one is not None and one.tilings is tilings)
+    return next(((name, one) for name, one in listed if one is not None and one.tilings is tilings), ("", None))
 
 
 def _expected(problem: AttentionProblem, d_out: Tensor) -> tuple[Tensor | None, ...]:
