@@ -22,7 +22,13 @@ PAGES = [ROOT / "README.md", *SITE]
 # Pages whose links are checked but whose code is not run.
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks" / "notes").glob("*.md"))]
 # Their public functions have examples in their docstrings.
-MODULES = ("stof", "stof.distributed", "stof.integrations.torch", "stof.integrations.transformers")
+MODULES = (
+    "stof",
+    "stof.nn.functional",
+    "stof.distributed",
+    "stof.integrations.torch",
+    "stof.integrations.transformers",
+)
 GALLERY: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "draw_gallery.py"), run_name="gallery")
 
 

@@ -1,0 +1,1 @@
+"""Drop-in replacements for parts of `torch.nn`."""
