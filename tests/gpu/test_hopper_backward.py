@@ -11,12 +11,13 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
-from stof.kernels.hopper.backward_lists import make_backward_lists
+from stof.kernels.hopper.backward_lists import LAYOUTS, make_backward_lists
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.layout import build_layout
 from stof.masks.tensors import as_mask
 from stof.plans.backward import gradients_of
 from stof.selection import IMPLEMENTATIONS
+from stof.selection.backward_tilings import BackwardTiling
 from stof.selection.implementations import ONE_PASS
 from stof.testing import MEMORY_LAYOUTS, make_inputs
 from tests.kernels.gradients import assert_gradients
@@ -163,3 +164,22 @@ def test_training(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
     for one, other, want in zip(made, captured, expected, strict=True):
         assert torch.equal(one, other)
         assert float((one.float() - want.float()).norm() / want.float().norm()) < 0.01
+
+
+@pytest.mark.parametrize("tokens", [2048, 2000])
+def test_new_documents_in_every_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second mask on the device makes the lists; gradients are those of Triton's kernels."""
+    one_pass = replace(ONE_PASS, tilings=lambda call, geometry_of: (BackwardTiling(dkv_layout=(LAYOUTS[128], None)),))
+    q, k, v, d_out = (torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for step in range(4):
+        ends = [0, *torch.randint(1, tokens, (5 + step,)).sort().values.tolist(), tokens]
+        mask = masks.documents(cu_seqlens=ends) & masks.causal()
+        made = []
+        for backward in (one_pass, None):
+            monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], backward=backward))
+            plan = stof.plan(mask, tokens, device="cuda")
+            plan.gradients = None
+            made.append(torch.autograd.grad(stof.attention(*leaves, plan), leaves, d_out))
+        for one, other in zip(*made, strict=True):
+            assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.01

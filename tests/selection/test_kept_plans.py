@@ -11,6 +11,7 @@ import torch
 
 from stof import masks
 from stof.errors import KernelError, UnfitLayoutError
+from stof.kernels.hopper.backward_lists import BackwardLists
 from stof.kernels.hopper.filled_lists import FilledTileLists
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.layout import LayoutConfig
@@ -22,7 +23,7 @@ from stof.plans.filled import _CountedTiles, is_fillable, is_fillable_backward
 from stof.plans.kept_choices import kept_by_structure
 from stof.plans.plan import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry, select
-from stof.selection.backward_tilings import best_tiling
+from stof.selection.backward_tilings import BackwardTiling, best_tiling
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
 from stof.selection.implementations import ONE_PASS
 from tests.interpreter import IN_INTERPRETER
@@ -187,6 +188,28 @@ def test_gradients_of_causal_masks_take_one_pass(monkeypatch: pytest.MonkeyPatch
     assert name == "hopper"
     of_plan.reject(name, tiling, KernelError("too much shared memory"))
     assert of_plan.choices(call)[0][0] == "block_wise"
+
+
+def test_one_pass_lists_of_later_masks_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mask of a structure decides for all of them, and the device makes their lists."""
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], backward=ONE_PASS))
+    chosen: list[tuple[BackwardTiling, ...]] = [(BackwardTiling(dkv_layout=(LayoutConfig(128, 64), None)),), ()]
+    for tilings, name in zip(chosen, ("hopper", "block_wise"), strict=True):
+        kept_by_structure.clear()
+        monkeypatch.setitem(
+            IMPLEMENTATIONS, "hopper",
+            replace(IMPLEMENTATIONS["hopper"], backward=replace(ONE_PASS, tilings=lambda *of, made=tilings: made)),
+        )  # fmt: skip
+        first, of_first = gradients(100)
+        assert of_first.choices(CALL)[0][0] == name
+        with monkeypatch.context() as patched:
+            patched.setattr(MaskGeometry, "build", None)
+            later, of_later = gradients(400)
+            found, tiling = of_later.choices(CALL)[0]
+            assert found == name
+            prepared = of_later.prepared(found, tiling)
+            assert isinstance(prepared, BackwardLists if name == "hopper" else PreparedBackward)
+        del first, later
 
 
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,14 +27,13 @@ DEPTH = 5
 # Most numbers of all programs of a mask: writing more takes longer than they save.
 LONGEST = 2**18
 
-# A bound that nothing reaches, or its negative.
-UNBOUNDED = 2**31 - 1
+_MOST = 2**31 - 1
 # Keys that kernels look at together: bits of a word.
 _WORD = 32
 # Positions in a tile past the last key.
 _PAST_THE_END = 2**9
 # Positions, distances and what is added to them stay below 2**31, those of a tile past the last key as well.
-_FURTHEST = UNBOUNDED - _PAST_THE_END
+_FURTHEST = _MOST - _PAST_THE_END
 
 # Batch entries and heads for which a function is translated, each by a call.
 _MOST_TRANSLATED = 16
@@ -242,8 +241,8 @@ class _Writer:
     def add(
         self,
         op: Op,
-        low: int = -UNBOUNDED,
-        high: int = UNBOUNDED,
+        low: int = -_MOST,
+        high: int = _MOST,
         *,
         at: _Place | None = None,
         size: int = 0,
@@ -255,7 +254,7 @@ class _Writer:
         self.code += (op, low, high, size, i_shift, j_shift, table, entries, extra)
         return 1
 
-    def distance(self, at: _Place, low: int = -UNBOUNDED, high: int = UNBOUNDED) -> int:
+    def distance(self, at: _Place, low: int = -_MOST, high: int = _MOST) -> int:
         """Test the query's position less the key's."""
         return self.add(Op.DISTANCE, -high, -low, at=at) if at.swapped else self.add(Op.DISTANCE, low, high, at=at)
 
@@ -263,7 +262,7 @@ class _Writer:
         """Test the query's position."""
         return self.add(Op.KEY if at.swapped else Op.QUERY, low, high, at=at)
 
-    def key(self, at: _Place, low: int = -UNBOUNDED, high: int = UNBOUNDED) -> int:
+    def key(self, at: _Place, low: int = -_MOST, high: int = _MOST) -> int:
         """Test the key's position."""
         return self.query(at.transposed(), low, high)
 
@@ -435,7 +434,7 @@ def _chosen_blocks(to: _Writer, mask: ChosenBlocks, at: _Place) -> int:
     first, stop, key_blocks = _blocks_of(to, size, at)
     entries = max(1, *map(len, mask.blocks))
     none = key_blocks + _PAST_THE_END  # a block that no key is in
-    if (stop - first) * entries > LONGEST or (none + 1) * size >= UNBOUNDED:
+    if (stop - first) * entries > LONGEST or (none + 1) * size >= _MOST:
         raise _NotWritableError
     rows = (mask.blocks[n] if n < len(mask.blocks) else () for n in range(first, stop))
     table = to.table([block for row in rows for block in (*row, *[none] * (entries - len(row)))])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from stof.masks.compose import Mask
-from stof.masks.gpu_program import UNBOUNDED, WIDTH, Op, programs_of
+from stof.masks.gpu_program import WIDTH, Op, programs_of
 
 DENSE: Hashable = "dense"
 # Operations whose `size` is part of the structure: dilations, strides, widths of grids, sizes of blocks.
@@ -46,13 +46,11 @@ class Outline(NamedTuple):
             right is enough. None of a dense mask, whose tensor has to be read: see `dense_statistics`.
         is_regular: whether whole tiles suit all masks of the structure if they suit one: ranges of distances, documents
             and ranges of tokens that must all keep a score. Rows that see everything, and scattered keys, do not.
-        is_constant: whether the structure leaves nothing out: masks of it are equal, as `full()` and `causal()` are.
     """
 
     structure: Hashable
     statistics: tuple[float, ...] | None
     is_regular: bool
-    is_constant: bool = False
 
 
 def outline(mask: Mask, evaluated: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, int]]) -> Outline | None:
@@ -79,7 +77,7 @@ def outline(mask: Mask, evaluated: Mask, q_len: int, kv_len: int, entries: Seque
     compared = len(kept[0]) if len(structures) == 1 else 1
     means = (kv_len * sum(shares[n] for shares in kept) / len(kept) for n in range(compared))
     is_regular = all(op in _RANGES for code in codes for op in code[::WIDTH])
-    return Outline(structures, _octaves(q_len, *means), is_regular, all(map(_is_constant, codes)))
+    return Outline(structures, _octaves(q_len, *means), is_regular)
 
 
 def dense_statistics(mask: Mask, q_len: int, kv_len: int) -> tuple[float, ...]:
@@ -99,12 +97,6 @@ def dense_statistics(mask: Mask, q_len: int, kv_len: int) -> tuple[float, ...]:
     wide = [width * seen.unflatten(-1, (-1, width)).any(-1).sum() for width in _WIDTHS]
     kept, *touched = torch.stack([per_column.sum(), *wide]).tolist()
     return _octaves(q_len, kept / rows, *(keys / masks_and_blocks for keys in touched))
-
-
-def _is_constant(code: list[int]) -> bool:
-    """Whether a program has no bounds but 0, no shifts and no tables: nothing that its structure leaves out."""
-    rows = [code[at : at + WIDTH] for at in range(0, len(code), WIDTH)]
-    return all({abs(low), abs(high)} <= {0, UNBOUNDED} and not any(rest) for _, low, high, _, *rest in rows)
 
 
 def _octaves(*numbers: float) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
 from stof.masks.tensors import DenseMask
-from stof.plans.filled import filled_gradients, is_fillable_backward, keep_tiling, kept_tiling
+from stof.plans.filled import filled_gradients, is_fillable_backward, keep_tiling, kept_decision, kept_tiling
 from stof.plans.kept_choices import kept_by_structure, structure_key
 from stof.plans.plan import Plan
 from stof.runtime.memory import made_for_calls, tensors_on_host
@@ -78,14 +78,19 @@ class PlanGradients:
         key = structure_key(self._geometry(False), call, name)
         kept = None if key is None else kept_by_structure.of(key)
         if kept is not None:
-            serves = made_for_calls(plan.device, partial(kept_tiling, kept, call, self._geometry, plan.mask_text))
+            find = partial(kept_tiling, kept, call, self._geometry, plan.mask_text)
+            if backward.one_decision:
+                find = partial(kept_decision, kept, self._geometry)
+            serves = made_for_calls(plan.device, find)
             if serves is not None:
-                if serves.prepared is not None:
+                if serves.tiling is not None and serves.prepared is not None:
                     self._prepared[name, serves.tiling] = serves.prepared
                     plan.note_growth()
-                return (serves.tiling,)
+                return () if serves.tiling is None else (serves.tiling,)
         tilings = backward.tilings(call, self._geometry)
-        if kept is not None:
+        if kept is not None and backward.one_decision:
+            kept.keep(self._geometry(False).statistics, tilings[0] if tilings else None, plan.mask_text)
+        elif kept is not None:
             keep_tiling(kept, call, self._geometry, tilings[0], plan.mask_text)
             geometry = self._geometry(False)
             is_new = (name, tilings[0]) not in self._prepared

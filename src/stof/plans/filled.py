@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stof.kernels.hopper.backward_lists import BackwardLists, filled_backward_lists
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.triton.backward_tiles import PreparedBackward
@@ -40,10 +41,10 @@ def is_fillable(choice: KernelChoice) -> bool:
 
 
 def is_fillable_backward(tiling: BackwardTiling) -> bool:
-    """Whether the lists of a tiling of Triton's kernels for gradients can be filled: whole tiles, rows in order."""
+    """Whether the lists of a tiling of a GPU's kernels for gradients can be filled: whole tiles, rows in order."""
     layouts, kernels = (tiling.dq_layout, tiling.dkv_layout), (tiling.dq, tiling.dkv)
-    whole = all(layout is not None and _has_whole_tiles(layout) for layout in layouts)
-    return whole and all(kernel is not None and not kernel.split_tiles for kernel in kernels)
+    whole = all(layout is None or _has_whole_tiles(layout) for layout in layouts)
+    return tiling.dkv_layout is not None and whole and not any(one and one.split_tiles for one in kernels)
 
 
 def _has_whole_tiles(layout: tuple[LayoutConfig, str | None]) -> bool:
@@ -66,10 +67,13 @@ class ServingChoice(NamedTuple):
 
 
 class ServingTiling(NamedTuple):
-    """A kept tiling for the gradients under another mask, and the lists that were filled, if any."""
+    """A kept tiling for the gradients under another mask, and the lists that were filled, if any.
 
-    tiling: BackwardTiling
-    prepared: PreparedBackward | None
+    `tiling` is None where the implementation does not serve the structure.
+    """
+
+    tiling: BackwardTiling | None
+    prepared: PreparedBackward | BackwardLists | None
 
 
 def kept_choice(
@@ -193,20 +197,27 @@ def kept_tiling(
     return ServingTiling(tiling, filled_gradients(geometry_of, tiling, device=geometry.device))
 
 
+def kept_decision(kept: KeptChoices, geometry_of: Callable[[bool], MaskGeometry]) -> ServingTiling | None:
+    """As `kept_tiling`, where the first mask of a structure decides for all; None for the first one."""
+    first = kept.first()
+    if first is None or first.choice is None:
+        return None if first is None else ServingTiling(None, None)
+    filled = filled_gradients(geometry_of, first.choice, device=geometry_of(False).device)
+    return ServingTiling(first.choice, filled)
+
+
 @on_device
 def filled_gradients(
     geometry_of: Callable[[bool], MaskGeometry], tiling: BackwardTiling, *, both_kinds: bool = False,
     device: torch.device,
-) -> PreparedBackward | None:  # fmt: skip
-    """The lists of a fillable tiling; None for masks that cannot be filled.
+) -> Any | None:  # fmt: skip
+    """The lists of a fillable tiling, as its kernels read them; None for masks that cannot be filled.
 
     Args:
         both_kinds: return None, too, for masks without partial or without full tiles, which have faster kernels.
     """
-    assert tiling.dq_layout is not None
-    assert tiling.dkv_layout is not None
-    layouts = {False: tiling.dq_layout[0], True: tiling.dkv_layout[0]}
-    counted = _wait_for_both(
+    layouts = {swap: one[0] for swap, one in ((False, tiling.dq_layout), (True, tiling.dkv_layout)) if one is not None}
+    counted = _wait_for_all(
         geometry_of, {swap: _start_counts(geometry_of(swap), [layout], device) for swap, layout in layouts.items()}
     )
     if counted is None or (both_kinds and not all(one.has_both_kinds() for one in counted.values())):
@@ -222,7 +233,7 @@ def _counted_tiling(
     """As `_counted_choice`, for gradients."""
     wanted = whole_tile_layouts(call)
     started = {swap: _start_counts(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
-    counted = _wait_for_both(geometry_of, started)
+    counted = _wait_for_all(geometry_of, started)
     if counted is None:
         return None
     best, _ = best_tiling(call, counted.__getitem__, whole_tiles=True, compiled=kept.compiled)
@@ -231,20 +242,23 @@ def _counted_tiling(
     return ServingTiling(best, _prepared_gradients(counted, best))
 
 
-def _wait_for_both(
+def _wait_for_all(
     geometry_of: Callable[[bool], MaskGeometry], started: dict[bool, _Fills]
 ) -> dict[bool, _CountedTiles] | None:
-    """The counts of a mask and of its transpose, which `_start_counts` began."""
+    """The counts of a mask, of its transpose or of both, which `_start_counts` began."""
     counted = {swap: _CountedTiles.wait_for(geometry_of(swap), fills) for swap, fills in started.items()}
-    of_mask, of_transpose = counted[False], counted[True]
-    return None if of_mask is None or of_transpose is None else {False: of_mask, True: of_transpose}
+    known = {swap: one for swap, one in counted.items() if one is not None}
+    return known if len(known) == len(counted) else None
 
 
-def _prepared_gradients(counted: dict[bool, _CountedTiles], tiling: BackwardTiling) -> PreparedBackward:
+def _prepared_gradients(counted: dict[bool, _CountedTiles], tiling: BackwardTiling) -> PreparedBackward | BackwardLists:
+    if tiling.dq_layout is None:  # one kernel for all gradients
+        assert tiling.dkv_layout is not None
+        kv_len, q_len = counted[True].lengths
+        return filled_backward_lists(counted[True].write(tiling.dkv_layout[0], True), q_len, kv_len)
     dq, dkv, dq_layout, dkv_layout = tiling.dq, tiling.dkv, tiling.dq_layout, tiling.dkv_layout
     assert dq is not None
     assert dkv is not None
-    assert dq_layout is not None
     assert dkv_layout is not None
     of_mask, of_transpose = counted[False], counted[True]
     return PreparedBackward(

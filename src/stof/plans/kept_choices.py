@@ -32,7 +32,7 @@ class Kept(NamedTuple):
     """A choice, and the mask that it was made for.
 
     Attributes:
-        choice: a `KernelChoice`, or a `BackwardTiling`.
+        choice: a `KernelChoice`, or a `BackwardTiling`; None where an implementation does not serve the structure.
         mask_text: repr of the mask.
     """
 
@@ -58,6 +58,10 @@ class KeptChoices:
         kept = self._by_statistics
         nearest = min(kept, key=lambda other: _distance(statistics, other), default=None)
         return None if nearest is None or _distance(statistics, nearest) > _REACH else kept[nearest]
+
+    def first(self) -> Kept | None:
+        """Return the choice that was made first, None if there is none."""
+        return next(iter(self._by_statistics.values()), None)
 
     def keep(self, statistics: Statistics, choice: Any, mask_text: str) -> None:
         """Keep a choice for masks like the one it was made for; of too many, the one made first is dropped."""

@@ -142,14 +142,7 @@ def one_pass_tile(call: CallSpec) -> BackwardTile:
 
 
 def one_pass_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]) -> tuple[BackwardTiling, ...]:
-    """The tile size of Hopper's kernel for all gradients, where it is faster than Triton's kernels; else nothing.
-
-    Its lists are made on the host, which takes too long where masks change in every step. So it serves masks that their
-    structure alone determines, such as `full()` and `causal()`.
-    """
-    outline = geometry_of(False).outline
-    if outline is None or not outline.is_constant:
-        return ()
+    """The tile size of Hopper's kernel for all gradients, where it is faster than Triton's kernels; else nothing."""
     tile, transposed = one_pass_tile(call), geometry_of(True)
     layout = LayoutConfig(tile.rows, tile.columns)
     model = _model_of(transposed)

@@ -72,6 +72,7 @@ class Backward:
             gives the plan's.
         bind: `(q, k, v, out, d_out, d_lse, prepared, options, needs) -> call`, see `BackwardCall`.
         keeps_tilings: a tiling serves later masks of the same structure, whose lists the GPU fills.
+        one_decision: it serves all masks of a structure, or none of them, as the first one decides.
     """
 
     capabilities: Capabilities
@@ -79,6 +80,7 @@ class Backward:
     prepare: Callable[[Callable[..., Layout], BackwardTiling], Any]
     bind: Callable[..., BackwardCall]
     keeps_tilings: bool = False
+    one_decision: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ ONE_PASS = Backward(
     tilings=one_pass_tilings,
     prepare=lambda layout_of, tiling: make_backward_lists(layout_of(tiling.dkv_layout, transposed=True)),
     bind=backward_of("stof.kernels.hopper.backward"),
+    keeps_tilings=True,
+    one_decision=True,
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.layout import Layout, LayoutConfig
-from stof.layout import bitmaps as bits
+from stof.layout.fill.tiles import EVERYTHING, FilledTiles
 
 KEYS_OF_BLOCK = 128
 # Tiles of keys x queries, for a head dimension up to so much: wider heads leave no registers for more queries.
@@ -55,7 +55,7 @@ class BackwardLists:
         row_blocks: R.
         queries: of a tile.
         q_len, kv_len: lengths.
-        sums: 1 if no tile is before the diagonal, else 2.
+        sums: 1 if it is known that no tile is before the diagonal, else 2.
     """
 
     pattern_of: Tensor
@@ -75,57 +75,69 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     Raises:
         UnfitLayoutError: it has other tiles than the kernel, or an order of its rows.
     """
-    config, device = layout.config, layout.device
-    if config not in LAYOUTS.values() or layout.row_order is not None:
+    if layout.config not in LAYOUTS.values() or layout.row_order is not None:
         raise UnfitLayoutError("the Hopper backward kernel takes contiguous tiles of 128 keys x 64 or 128 queries")
-    q_len, kv_len, row_blocks = layout.kv_len, layout.q_len, layout.row_blocks
-    # Of each tile: the number of its row block among those of all patterns.
-    number = torch.arange(layout.patterns * row_blocks, device=device)
-    number = torch.repeat_interleave(number, layout.row_block_ptr.long().diff())
-    row_block, pattern = number % row_blocks, number // row_blocks
-    tile_bitmap, bitmaps = _with_ragged_end(layout, row_block)
-    q_blocks = -(-q_len // config.block_n)
-    q_block = layout.tile_columns()[:, 0].long() // config.block_n
-    diagonal = row_block * (config.block_m * q_len) // (kv_len * config.block_n)
-    of_sum = (q_block < diagonal).long()
-    rank = _ranks((pattern * q_blocks + q_block) * 2 + of_sum, row_blocks - 1 - row_block)
-    tiles = torch.stack([q_block, tile_bitmap.long(), rank, of_sum], 1)
-    tiles = tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
-    return BackwardLists(
-        pattern_of=layout.pattern_of.int().contiguous(),
-        row_block_ptr=layout.row_block_ptr.int().contiguous(),
-        tiles=torch.nn.functional.pad(tiles, (0, 0, 0, 2)).int().contiguous(),
-        bitmaps=accumulator_order(bitmaps, config.block_n),
-        row_blocks=row_blocks,
-        queries=config.block_n,
-        q_len=q_len,
-        kv_len=kv_len,
-        sums=1 + int(bool(of_sum.any())),
-    )
-
-
-def _with_ragged_end(layout: Layout, row_block: Tensor) -> tuple[Tensor, Tensor]:
-    """`tile_bitmap` and `bitmaps`, with a bitmap for full tiles of a last block that has fewer than 128 keys.
-
-    Keys past the end are zeros in shared memory, and their scores would count.
-    """
+    queries, bitmaps = layout.config.block_n, accumulator_order(layout.bitmaps, layout.config.block_n)
     left = layout.q_len % KEYS_OF_BLOCK
-    if not left:
-        return layout.tile_bitmap, layout.bitmaps
-    exists = (torch.arange(KEYS_OF_BLOCK, device=layout.device) < left)[None, :, None]
-    of_end = bits.pack(exists.expand(1, -1, layout.config.block_n)).to(layout.bitmaps.dtype)
-    in_end = (row_block == layout.row_blocks - 1) & (layout.tile_bitmap < 0)
-    tile_bitmap = torch.where(in_end, len(layout.bitmaps), layout.tile_bitmap)
-    return tile_bitmap, torch.cat([layout.bitmaps, of_end])
+    of_full = torch.full_like(bitmaps[:1], -1)
+    of_full[:, left or KEYS_OF_BLOCK :] = 0
+    ordered = _ordered(
+        layout.row_block_ptr.long(), layout.tile_columns()[:, 0].long() // queries, layout.tile_bitmap.long(),
+        len(bitmaps) if left else -1, queries, (layout.kv_len, layout.q_len),
+    )  # fmt: skip
+    sums = 1 + int(bool(ordered[:, TILE.sum].any()))
+    tiles = torch.nn.functional.pad(ordered, (0, 0, 0, 2)).int()
+    return BackwardLists(
+        layout.pattern_of.int().contiguous(), layout.row_block_ptr.int().contiguous(), tiles,
+        torch.cat([bitmaps, of_full]), layout.row_blocks, queries, layout.kv_len, layout.q_len, sums,
+    )  # fmt: skip
 
 
-def _ranks(group: Tensor, order: Tensor) -> Tensor:
-    """How many elements of the same group have a lower order, for each element; orders in a group are distinct."""
-    if not len(group):
-        return group
-    by_group = torch.argsort(group * (int(order.max()) + 1) + order)
-    sizes = torch.bincount(group)
-    first = sizes.cumsum(0) - sizes
-    ranks = torch.empty_like(group)
-    ranks[by_group] = torch.arange(len(group), device=group.device) - first[group[by_group]]
-    return ranks
+def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> BackwardLists:
+    """Prepare tiles of a transposed mask that the device has filled, with all columns. Nothing waits for the device."""
+    queries, left = filled.columns.shape[1], kv_len % KEYS_OF_BLOCK
+    if left:
+        filled.bitmaps[EVERYTHING, left:] = 0
+    bitmap = filled.tile_bitmap[: filled.tiles].long()
+    tiles = _ordered(
+        filled.row_block_ptr.long(), filled.columns[: filled.tiles, 0].long() // queries,
+        torch.where(bitmap == EVERYTHING, -1, bitmap), EVERYTHING if left else -1, queries, (q_len, kv_len),
+    )  # fmt: skip
+    return BackwardLists(
+        filled.pattern_of, filled.row_block_ptr, torch.nn.functional.pad(tiles, (0, 0, 0, 2)).int(), filled.bitmaps,
+        filled.row_blocks, queries, q_len, kv_len, sums=2,
+    )  # fmt: skip
+
+
+def _ordered(
+    row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, of_ragged: int, queries: int, lengths: tuple[int, int]
+) -> Tensor:
+    """Tiles in the order in which thread blocks go through them, int64 `[T, 4]`; nothing waits for the device.
+
+    Args:
+        row_block_ptr: int64 `[P * R + 1]`.
+        q_block, bitmap: int64 `[T]`, fields of the tiles of the layout, row block by row block.
+        of_ragged: the bitmap that full tiles of the last row block get, -1 for none: keys past the end are zeros in
+            shared memory, and their scores would count.
+        queries: of a tile.
+        lengths: q_len and kv_len.
+    """
+    q_len, kv_len = lengths
+    row_blocks, q_blocks, count = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries), len(q_block)
+    # Of each tile: the number of its row block among those of all patterns.
+    number = torch.arange(len(row_block_ptr) - 1, device=q_block.device)
+    number = torch.repeat_interleave(number, row_block_ptr.diff(), output_size=count)
+    row_block, pattern = number % row_blocks, number // row_blocks
+    bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), of_ragged, bitmap)
+    diagonal = row_block * (KEYS_OF_BLOCK * q_len) // (kv_len * queries)
+    of_sum = (q_block < diagonal).long()
+    # Those that add to one sum, from the last row block on.
+    place = (pattern * q_blocks + q_block) * 2 + of_sum
+    in_turn = torch.argsort(place * row_blocks + row_blocks - 1 - row_block)
+    adding = torch.zeros((len(row_block_ptr) - 1) // row_blocks * q_blocks * 2, dtype=torch.int64, device=place.device)
+    adding.scatter_add_(0, place, torch.ones_like(place))
+    first = adding.cumsum(0) - adding
+    steps = torch.arange(count, device=place.device)
+    rank = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
+    tiles = torch.stack([q_block, bitmap, rank, of_sum], 1)
+    return tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]

@@ -31,6 +31,8 @@ _MOST_COLUMNS = 2**28
 _RESULTS = 3
 # Tiles past the end, which kernels load ahead.
 SPARE_TILES = 3
+# The bitmap of full tiles.
+EVERYTHING = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class FilledTiles:
         columns: int32 `[T + 3, width]`. Of width 1: the first column of each tile, which may be below 0. Else every
             column; those that no query of the pattern sees are replaced by the last one that some query sees.
         tile_bitmap: int32 `[T + 3]`, row of `bitmaps`.
-        bitmaps: int32 `[n, block_m, 4]`: nothing, everything, those of partial tiles; bit `2 j + b` of word `q` is
+        bitmaps: int32 `[n, block_m, 4]`: nothing, `EVERYTHING`, those of partial tiles; bit `2 j + b` of word `q` is
             column `8 j + 2 q + b`.
         tiles: T.
         row_blocks: R.
