@@ -232,3 +232,17 @@ def test_a_third_panel_shows_the_tiles_before(tmp_path: Path) -> None:
     assert _differing(second, _panel(_read(tmp_path / "own.png"), 1)[inside]) < 0.002
     assert _differing(third, _panel(_read(tmp_path / "permuted.png"), 1)[inside]) < 0.002
     assert _differing(second, third) > 0.1
+
+
+def test_masks_and_plans_draw_themselves(tmp_path: Path) -> None:
+    """As the file of `draw_picture`, and half as large in a notebook."""
+    pytest.importorskip("matplotlib")
+    mask = masks.per_head([masks.causal(), masks.full()])
+    plan = stof.plan(mask, 100, device="cpu")
+    draw_picture(plan, tmp_path / "picture.png", title="a", pattern=1)
+    for number, figure in enumerate((plan.draw(title="a", pattern=1), mask.draw(100, title="a", pattern=1))):
+        figure.savefig(tmp_path / f"{number}.png", dpi=figure.dpi)
+        assert (tmp_path / f"{number}.png").read_bytes() == (tmp_path / "picture.png").read_bytes()
+        assert figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(ArgumentError, match="pattern is between 0 and 1"):
+        plan.draw(pattern=2)

@@ -1,9 +1,11 @@
-"""Drawing to a PNG file with matplotlib, which is imported only when a picture is made."""
+"""Drawing with matplotlib, which is imported only when a picture is made."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +64,31 @@ def draw_picture(
     pattern: int = 0,
     before: Layout | None = None,
 ) -> None:
-    """Write a picture of two panels, the mask and its tiles coloured by kind; or of three, with the tiles before.
+    """Write the figure of `draw_figure` to a file.
+
+    Args:
+        layout_or_plan, title, pattern, before: as for `draw_figure`.
+        path: file to write, replaced if it exists; SVG if it ends with .svg, else PNG.
+
+    Raises:
+        MissingDependencyError, ArgumentError: as of `draw_figure`.
+        OSError: the file cannot be written.
+    """
+    figure = draw_figure(layout_or_plan, title=title, pattern=pattern, before=before)
+    figure.savefig(path, format="svg" if Path(path).suffix == ".svg" else "png", dpi=DPI)
+
+
+def draw_figure(
+    layout_or_plan: Layout | Plan, *, title: str | None = None, pattern: int = 0, before: Layout | None = None
+) -> Figure:
+    """A figure of two panels, the mask and its tiles coloured by kind; or of three, with the tiles before.
 
     The left panel shows the share of kept scores, one pixel per score up to 1024 tokens. The right panel shows which
-    scores are computed, by tiles of which kind; with permuted rows, these are in the layout's order. The picture is
+    scores are computed, by tiles of which kind; with permuted rows, these are in the layout's order. The figure is
     2468 pixels wide (3702 with `before`) and 1454 high for equal lengths; other ratios make a panel lower or narrower.
 
     Args:
         layout_or_plan: what to draw.
-        path: file to write, replaced if it exists; SVG if it ends with .svg, else PNG.
         title: heading; default the mask's text for a plan, the lengths for a layout.
         pattern: which distinct (batch, head) mask to draw.
         before: another layout of the same mask to compare with, such as the one with the rows in their own order.
@@ -78,7 +96,6 @@ def draw_picture(
     Raises:
         MissingDependencyError: matplotlib is not installed.
         ArgumentError: no such pattern.
-        OSError: the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,7 +117,16 @@ def draw_picture(
     _mask_panel(figure, rasters[-1], layout, size)
     for number, (each, raster) in enumerate(zip(shown, rasters, strict=True), 1):
         _tile_panel(figure, raster, each, size, pattern, number)
-    figure.savefig(path, format="svg" if Path(path).suffix == ".svg" else "png", dpi=DPI)
+    # IPython looks for this name; a notebook that has not imported pyplot shows no figures otherwise.
+    vars(figure)["_repr_png_"] = partial(_png, figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    """A figure as a PNG file, half as wide as in a file of its own."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=DPI / 2)
+    return file.getvalue()
 
 
 def _panel_size(layout: Layout, panels: int) -> _Size:

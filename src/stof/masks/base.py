@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from stof.masks.index import Index
 from stof.runtime.registry import Registry
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from typing_extensions import Self
 
 # Masks that vary from call to call or hold functions or tensors: a compiled graph is told one by its number or key.
@@ -192,6 +194,27 @@ class BaseMask(ABC):
         """
         batch, heads = (mask_batch, mask_heads) if self.depends_on_sizes else (self.batch, self.heads)
         return torch.arange(batch * heads, device="cpu").view(batch, heads)
+
+    def draw(
+        self, q_len: int, kv_len: int | None = None, *, batch: int | None = None, heads: int | None = None,
+        title: str | None = None, pattern: int = 0,
+    ) -> Figure:  # fmt: skip
+        """Draw the mask and its tiles on a CPU: a matplotlib figure, which notebooks show, with `savefig(path)`.
+
+        Args:
+            q_len, kv_len, batch, heads: as for `stof.plan`.
+            title: heading; default the mask's text.
+            pattern: which distinct (batch, head) mask to draw.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+            ArgumentError: no such pattern.
+            ShapeError: the mask does not fit the lengths, batch or heads.
+        """
+        # By name: it lies above this layer.
+        plan = import_module("stof.attention").plan(self, q_len, kv_len, batch=batch, heads=heads, device="cpu")
+        figure: Figure = plan.draw(title=title, pattern=pattern)
+        return figure
 
     def to_dense(
         self,

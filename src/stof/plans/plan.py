@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,9 @@ from stof.selection import (
     reads_unseen_too,
 )
 from stof.validation import usable_device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What was chosen for each kind of call, by the implementation that the user named, or None.
 Decisions = dict[tuple[CallSpec, str | None], KernelChoice]
@@ -487,6 +491,21 @@ class Plan(Numbered):
     def to_dense(self) -> Tensor:
         """Return the mask as a tensor, bool `[mask_batch, mask_heads, q_len, kv_len]`."""
         return self.layout.to_dense()
+
+    def draw(self, *, title: str | None = None, pattern: int = 0) -> Figure:
+        """Draw the mask and its tiles: a matplotlib figure, which notebooks show, with `savefig(path)`.
+
+        Args:
+            title: heading; default the mask's text.
+            pattern: which distinct (batch, head) mask to draw.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+            ArgumentError: no such pattern.
+        """
+        # By name: it lies above this layer.
+        figure: Figure = import_module("stof.drawing").draw_figure(self, title=title, pattern=pattern)
+        return figure
 
     def to(self, device: torch.device | str) -> Plan:
         """Return the same plan on another device; it uses this plan's layout for every call.
