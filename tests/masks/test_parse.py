@@ -10,11 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
+import stof
 from stof import masks
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
 from stof.masks import Mask, parse
-from stof.masks.parse import mask_by_key
+from stof.masks.parse import mask_by_key, readable
 from tests.strategies import mask_trees
 
 offsets = st.integers(0, 9)
@@ -218,3 +221,20 @@ def test_query_offsets_add_up() -> None:
     assert torch.equal(twice.to_dense(9, 20), mask.to_dense(13, 20)[:, :, 4:])
     with pytest.raises(MaskError, match="query offset"):
         twice.with_query_offset(2**31 - 2)
+
+
+def test_readable_texts_name_what_masks_hold() -> None:
+    table = torch.arange(40) // 8
+
+    def blocky(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q] == table[kv]
+
+    of_function = masks.from_function(blocky)
+    for mask in (of_function, of_function.frozen()):
+        assert readable(repr(mask & masks.causal())) == "function 'blocky' & causal()"
+    assert readable(repr(masks.from_function(lambda b, h, q, kv: q > kv))) == "function '<lambda>'"
+    assert readable(repr(masks.from_dense(torch.ones(4, 4, dtype=torch.bool)))) == "bool tensor [4, 4]"
+    block_mask = create_block_mask(blocky, 1, 1, 40, 40, device="cpu")
+    assert readable(repr(masks.from_block_mask(block_mask))) == "BlockMask 40x40"
+    assert readable("longformer(64, 64)") == "longformer(64, 64)"
+    assert "function 'blocky'" in repr(stof.plan(of_function, 40, device="cpu"))

@@ -16,6 +16,7 @@ from stof.drawing.raster import KINDS, Raster, layout_of, rasterize
 from stof.drawing.text import COLOURS
 from stof.errors import MissingDependencyError
 from stof.layout import Layout, statistics
+from stof.masks.parse import readable
 from stof.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def draw_figure(
         raise MissingDependencyError("drawing a picture needs matplotlib: pip install matplotlib") from error
     layout = layout_of(layout_or_plan)
     if title is None:
-        title = layout_or_plan.mask_text if isinstance(layout_or_plan, Plan) else f"{layout.q_len} x {layout.kv_len}"
+        text = layout_or_plan.mask_text if isinstance(layout_or_plan, Plan) else f"{layout.q_len} x {layout.kv_len}"
+        title = readable(text)
     shown = [layout] if before is None else [before, layout]
     size = _panel_size(layout, 1 + len(shown))
     pixels = _pixels(layout.q_len, size.height), _pixels(layout.kv_len, size.width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import re
 from collections.abc import Callable
 
 from stof.errors import MaskError, MaskSyntaxError, StofError, UnknownMaskError
@@ -165,3 +166,18 @@ def _checked(name: str, fn: Callable[..., Mask], args: list[object], named: dict
         raise
     except TypeError as error:
         raise MaskSyntaxError(f"{name}: {str(error).removeprefix(f'{fn.__name__}() ')}") from None
+
+
+# How masks that hold functions and tensors write those parts, with numbers that tell living objects apart.
+_HELD = (
+    (re.compile(r"from_function\(<(?:\S*\.)?(\S+) #[^>]*>\)"), r"function '\1'"),
+    (re.compile(r"from_dense\(<bool (\[[^]]*\]) #[^>]*>\)"), r"bool tensor \1"),
+    (re.compile(r"from_block_mask\(<([^ >]+) [^>]*>\)"), r"BlockMask \1"),
+)
+
+
+def readable(text: str) -> str:
+    """A mask's text for people: functions by their names, tensors by their sizes."""
+    for held, shown in _HELD:
+        text = held.sub(shown, text)
+    return text

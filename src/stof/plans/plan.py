@@ -24,6 +24,7 @@ from stof.layout.extend import extend_layout
 from stof.layout.head_mask import HeadMask
 from stof.layout.limits import allocator_errors, check_tiles
 from stof.masks import Mask
+from stof.masks.parse import readable
 from stof.plans.calls import CallSizes, call_sizes_of, check_fit, check_rows
 from stof.plans.file import read_plan, write_plan
 from stof.plans.filled import keep_choice, kept_choice
@@ -309,7 +310,7 @@ class Plan(Numbered):
                     is_program = geometry.evaluated.as_tensor(self.q_len, self.kv_len) is None
                     self.is_filled = is_program and held <= _SMALL and not self._layouts
                     self.note_growth()
-                self._serving[call, implementation] = f"{serves.choice} runs, chosen for {serves.mask_text}"
+                self._serving[call, implementation] = f"{serves.choice} runs, chosen for {readable(serves.mask_text)}"
                 return serves.choice
         ranked = candidates(call, self.device, geometry, layout_errors=self._layout_errors)
         choice = first_of(ranked, call, implementation)
@@ -533,6 +534,7 @@ class Plan(Numbered):
         return Plan.of_layout(layout, mask_text, call_sizes=call_sizes)
 
     def __repr__(self) -> str:
-        text = self.mask_text if len(self.mask_text) <= 80 else self.mask_text[:77] + "..."
+        text = readable(self.mask_text)
+        text = text if len(text) <= 80 else text[:77] + "..."
         tiles = "not built" if self._layout is None and self._contiguous is None else str(self.layout.tiles)
         return f"Plan({text}, q_len={self.q_len}, kv_len={self.kv_len}, tiles={tiles}, device={str(self.device)!r})"
