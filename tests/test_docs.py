@@ -51,21 +51,6 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exec(compile(code, str(page), "exec"), {"__name__": "docs"})
 
 
-def test_variable_lengths_of_flash_attention() -> None:
-    """The mask function for lengths that differ is FlashAttention's, sequence by sequence."""
-    code = next(block for block in blocks(ROOT / "docs/how-to/other-libraries.md", "python") if "flash_varlen" in block)
-    page: dict[str, Any] = {"torch": torch, "stof": stof}
-    exec(code, page)
-    queries, keys = page["cu_seqlens_q"].tolist(), page["cu_seqlens_k"].tolist()
-    expected = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
-    for n in range(len(queries) - 1):
-        q_len, kv_len = queries[n + 1] - queries[n], keys[n + 1] - keys[n]
-        distance = torch.arange(kv_len) - (torch.arange(q_len)[:, None] + kv_len - q_len)
-        kept = (-page["left"] <= distance) & (distance <= page["right"])
-        expected[queries[n] : queries[n + 1], keys[n] : keys[n + 1]] = kept
-    assert torch.equal(page["plan"].to_dense()[0, 0], expected)
-
-
 def public_functions() -> dict[str, Any]:
     """Functions that users call, by the path under which they import them; without those of `attention.py`."""
     modules = [importlib.import_module(name) for name in MODULES]

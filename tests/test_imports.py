@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("operators",),
     ("dtensors", "flop_formula"),
     ("attention",),
-    ("fusion", "drawing", "unpadding", "nn"),
+    ("fusion", "drawing", "unpadding", "nn", "varlen"),
     ("integrations", "distributed"),
     ("calibration",),
     ("__init__",),  # what users import; the library's own modules import each other

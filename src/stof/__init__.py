@@ -16,6 +16,7 @@ from stof.kernels.quantization import quantise_heads
 from stof.layout import Layout, LayoutConfig
 from stof.plans.make import plan_cache
 from stof.plans.plan import Plan
+from stof.varlen import varlen_attention
 from stof.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "plan",
     "plan_cache",
     "quantise_heads",
+    "varlen_attention",
 ]
 
 

@@ -137,6 +137,8 @@ SERVED = [
     (masks.sliding_window(80).with_query_offset(100), 157, 257, 1),
     (masks.full(), 100, 257, 1),
     (masks.longformer(20, 3), 300, 300, 1),
+    (masks.documents(cu_seqlens=[0, 90, 150, 200], kv_cu_seqlens=[0, 100, 120, 300]), 200, 300, 1),
+    (masks.documents(cu_seqlens=[0, 90, 200], kv_cu_seqlens=[0, 95, 300], within=masks.causal()), 200, 300, 1),
     (masks.sliding_window(512) & ~masks.sliding_window(256), 200, 200, 1),  # keeps nothing
 ]
 

@@ -36,6 +36,10 @@ SAME = [
     (masks.documents(cu_seqlens=cuts(3)), masks.documents(cu_seqlens=cuts(90))),
     (masks.documents(cu_seqlens=cuts(3)), masks.documents(cu_seqlens=[cuts(3, 1), cuts(9, 2)])),
     (masks.documents(cu_seqlens=cuts(3)) & masks.causal(), masks.documents(cu_seqlens=cuts(9)) & masks.causal()),
+    (
+        masks.documents(cu_seqlens=[0, 9, S], kv_cu_seqlens=[0, 300, S], within=masks.causal()),
+        masks.documents(cu_seqlens=[0, S, S], kv_cu_seqlens=[0, 1, S], kv_used=[1, 7], within=masks.causal()),
+    ),
     (masks.longformer(3, 4), masks.longformer(100, 40)),
     (masks.global_tokens([3, 77]), masks.global_tokens([1, 2, 3, 4, 5])),
     (masks.dilated_window(30, dilation=4), masks.dilated_window(300, dilation=4)),

@@ -40,6 +40,9 @@ class Mask(BaseMask):
     no lengths: the same value serves every `q_len` and `kv_len` that its own data allow.
     """
 
+    # Whether distances are those within documents (`AlignedDocuments`), not between positions of the call.
+    positions_of_documents: ClassVar[bool] = False
+
     @property
     def allows_negative_queries(self) -> bool:
         """Whether the mask says what a query before position 0 sees; a table would be read from its end."""
@@ -130,6 +133,10 @@ class Composite(Mask):
         return any(mask.varies for mask in self.masks)
 
     @property
+    def positions_of_documents(self) -> bool:  # type: ignore[override]
+        return any(mask.positions_of_documents for mask in self.masks)
+
+    @property
     def allows_negative_queries(self) -> bool:
         return all(mask.allows_negative_queries for mask in self.masks)
 
@@ -200,6 +207,14 @@ class Associative(Composite):
     """An operator that does not care how its operands are grouped."""
 
     masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        if self.positions_of_documents:
+            raise MaskError(
+                "where queries and keys of documents differ in number, no other mask is combined with them, because it "
+                "would count positions of the whole call; documents(..., within=mask) counts those within a document"
+            )
+        super().__post_init__()
 
     @classmethod
     def of(cls, *masks: Mask) -> Self:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stof.masks import rules
+from stof.masks.aligned import AlignedDocuments
 from stof.masks.compose import And, Mask, Not, Or, Placed, Transposed
 from stof.masks.functions import FunctionMask
 from stof.masks.per_head import EntryRange, PerHead
@@ -62,12 +63,14 @@ class Op(IntEnum):
     # Ascending tables are halved `size` times to find a number.
     QUERY_LISTED = 11  # 1 when i is in the table of `entries` numbers
     KEY_LISTED = 12  # 1 when j is
-    DOCUMENT = 13  # 1 in one document: the table has `entries` ends, then their ids and -1; extra: ids are distinct
+    # 1 in one document: the table has `entries` ends, then their ids and -1. extra: 1 if ids are distinct, plus twice
+    # the runs that separate the run of a query from that of a key of the same document.
+    DOCUMENT = 13
     CHOSEN_BLOCK = 14  # 1 when j div size is among the `entries` numbers of row i div size - extra of the table
     CHOSEN_BLOCK_OF_KEY = 15  # 1 when i div size is among the `entries` numbers of row j div size - extra
-    # These are no tests. They come first in a program and map its queries or keys, which are consecutive ranges of
-    # another sequence, to positions in that sequence of `extra` tokens. The table has the positions where the
-    # `entries` ranges begin, then the shift of each range.
+    # These are no tests. They map queries or keys, for the rest of the program: consecutive ranges of another sequence
+    # to positions in that sequence of `extra` tokens. Those of keys come first in a program. The table has the
+    # positions where the `entries` ranges begin, then the shift of each range.
     QUERY_IN_RANGES = 16
     KEY_IN_RANGES = 17
 
@@ -374,6 +377,37 @@ def _documents(to: _Writer, mask: rules.Documents, at: _Place) -> int:
     )
 
 
+def _aligned_documents(to: _Writer, mask: AlignedDocuments, at: _Place) -> int:
+    """Documents in one table, of queries and then of keys; then distances, of the program's queries when aligned."""
+    q_ends, kv_ends, ids = mask.runs
+    if min(at.q_shift, at.kv_shift) < 0 or 4 * len(ids) > LONGEST:
+        raise _NotWritableError
+    table = to.table([*q_ends, *(q_ends[-1] + end for end in kv_ends), *ids, *ids, -1])
+    apart = -len(ids) if at.swapped else len(ids)
+    joint = at.moved(0, q_ends[-1])
+    entries = 2 * len(ids)
+    to.add(Op.DOCUMENT, 1, 1, size=entries.bit_length(), at=joint, table=table, entries=entries, extra=2 * apart + 1)
+    if type(mask.mask) is rules.Full:
+        return 1
+    # The program's queries, which are keys of a transposed mask, are moved to be aligned with its keys.
+    lengths = mask.kv_lengths if at.swapped else mask.q_lengths
+    shifts = [-shift for shift in mask.shifts] if at.swapped else mask.shifts
+    begins = [0, *itertools.accumulate(lengths)]
+    low = min(begin + shift for begin, shift in zip(begins, shifts, strict=False))
+    high = max(end + shift for end, shift in zip(begins[1:], shifts, strict=True))
+    lift = max(0, -low)  # kernels take positions below 0 for others
+    q_len, to.q_len = to.q_len, max(high + lift, 1)
+    begins = [begin - at.i_shift for begin in begins[:-1]]
+    table = to.table([*begins, *(shift + lift + at.i_shift for shift in shifts)])
+    count = len(begins)
+    to.add(Op.QUERY_IN_RANGES, size=count.bit_length(), table=table, entries=count, extra=to.q_len)
+    aligned = at._replace(kv_shift=-lift) if at.swapped else at._replace(q_shift=-lift)
+    deepest = 1 + to.write(mask.mask, aligned)
+    to.add(Op.AND)
+    to.q_len = q_len
+    return deepest
+
+
 def _position_test(to: _Writer, mask: PositionTest, at: _Place) -> int:
     low, high, size = mask.low, mask.high, mask.size
     if mask.tested == "distance":
@@ -481,6 +515,7 @@ _WRITERS: dict[type[Mask], Callable[[_Writer, Any, _Place], int]] = {
     rules.Strided: _strided,
     rules.GlobalTokens: _global_tokens,
     rules.Documents: _documents,
+    AlignedDocuments: _aligned_documents,
     rules.RandomBlocks: _random_blocks,
     PositionTest: _position_test,
     Listed: _listed,

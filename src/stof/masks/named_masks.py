@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stof.errors import MaskError, shown
 from stof.masks import rules
+from stof.masks.aligned import aligned_documents
 from stof.masks.base import foreign_layout
 from stof.masks.compose import Mask
 from stof.masks.per_head import PerHead
@@ -173,6 +174,9 @@ def documents(
     ids: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
     *,
     cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+    kv_cu_seqlens: Ints | None = None,
+    kv_used: Ints | None = None,
+    within: Mask | None = None,
 ) -> Mask:
     """Packed documents: a query sees the keys of its own document only.
 
@@ -181,6 +185,11 @@ def documents(
         cu_seqlens: cumulative lengths starting at 0, `[n + 1]` (or one such list per sequence), as in
             FlashAttention's variable-length interface. With `ids` too, these are one for each of the n parts, `[n]`:
             `documents([0, 1, -1], cu_seqlens=[0, 5, 9, 16])` has 7 tokens of padding.
+        kv_cu_seqlens: `[n + 1]`, those of the keys where queries and keys of a document differ in number; `cu_seqlens`
+            are the queries' then, and both are one list. No other mask is combined with such documents: see `within`.
+        kv_used: `[n]`, with `kv_cu_seqlens`: only the first so many keys of each document are seen.
+        within: with `kv_cu_seqlens`: a mask by distance (`causal`, windows, and what is made of them), of positions
+            within each document, whose last query is as far along as its last used key, as in FlashAttention.
 
     In compiled code, a tensor of ids may be computed there, and changes without another compilation: attention reads
     it on the host. The mask is for `stof.attention` alone then, and combined by `&`.
@@ -192,17 +201,17 @@ def documents(
             "documents(cu_seqlens=...) reads a tensor on the host; in compiled code give an id for each token: "
             "documents(torch.searchsorted(cu_seqlens, torch.arange(tokens), right=True))"
         )
+    if kv_cu_seqlens is not None and cu_seqlens is not None and ids is None:
+        return _aligned(cu_seqlens, kv_cu_seqlens, kv_used, full() if within is None else within)
+    if any(value is not None for value in (kv_cu_seqlens, kv_used, within)):
+        raise MaskError("kv_used and within go with kv_cu_seqlens, and kv_cu_seqlens with cu_seqlens, without ids")
     if cu_seqlens is None:
         if isinstance(ids, Tensor) and is_traced(ids):
             return documents_of_tensor(ids)  # type: ignore[return-value]  # masks that compiled code can hold
         if isinstance(ids, Tensor) and ids.numel():
             return _documents(_runs_of_tensor(ids))
         return _documents([_runs_of_row(_integers("ids", row, _LEAST_ID)) for row in _rows("ids", ids)])
-    ends = [_integers("cu_seqlens", row, 0) for row in _rows("cu_seqlens", cu_seqlens)]
-    steps = [tuple(map(operator.sub, row[1:], row)) for row in ends]
-    for row, lengths in zip(ends, steps, strict=True):
-        if len(row) < 2 or row[0] != 0 or min(lengths) < 0:
-            raise MaskError(f"cu_seqlens starts at 0 and never decreases, got {list(row)[:8]}")
+    steps = _steps("cu_seqlens", cu_seqlens)
     if ids is None:
         return _documents([tuple(enumerate(filter(None, lengths))) for lengths in steps])
     parts = [_integers("ids", row, _LEAST_ID) for row in _rows("ids", ids)]
@@ -212,6 +221,32 @@ def documents(
             f"them, got {list(map(len, parts))[:8]} ids"
         )
     return _documents([_merged(zip(*row, strict=True)) for row in zip(parts, steps, strict=True)])
+
+
+def _steps(what: str, cu_seqlens: object) -> list[tuple[int, ...]]:
+    """Lengths of the documents of each sequence, by their cumulative lengths."""
+    ends = [_integers(what, row, 0) for row in _rows(what, cu_seqlens)]
+    steps = [tuple(map(operator.sub, row[1:], row)) for row in ends]
+    for row, lengths in zip(ends, steps, strict=True):
+        if len(row) < 2 or row[0] != 0 or min(lengths) < 0:
+            raise MaskError(f"{what} starts at 0 and never decreases, got {list(row)[:8]}")
+    return steps
+
+
+def _aligned(cu_seqlens: object, kv_cu_seqlens: object, kv_used: object, within: object) -> Mask:
+    """Documents with lengths of queries and of keys."""
+    queries, keys = _steps("cu_seqlens", cu_seqlens), _steps("kv_cu_seqlens", kv_cu_seqlens)
+    if len(queries) != 1 or len(keys) != 1 or len(queries[0]) != len(keys[0]):
+        got = [list(map(len, rows)) for rows in (queries, keys)]
+        raise MaskError(f"cu_seqlens and kv_cu_seqlens tell the same number of documents in one list, got {got}")
+    if not sum(queries[0]) or not sum(keys[0]):
+        raise MaskError("documents() takes documents with some queries and some keys")
+    if not isinstance(within, Mask):
+        raise MaskError(f"within is a mask, got {type(within).__name__}")
+    used = keys[0] if kv_used is None else _integers("kv_used", kv_used, 0)
+    if len(used) != len(keys[0]) or any(map(operator.gt, used, keys[0])):
+        raise MaskError(f"kv_used is at most each document's number of keys, {shown(keys[0])}, got {shown(used)}")
+    return aligned_documents(queries[0], keys[0], used, within)
 
 
 def _rows(what: str, values: object) -> list[object]:

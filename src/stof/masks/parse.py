@@ -142,7 +142,7 @@ def _chain(node: ast.expr) -> Mask:
 
 def _arguments(args: list[ast.expr], keywords: list[ast.keyword]) -> tuple[list[object], dict[str, object]]:
     try:
-        named = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+        named = {str(k.arg): _mask(k.value) if k.arg == "within" else ast.literal_eval(k.value) for k in keywords}
         values = [ast.literal_eval(arg) for arg in args]
     except (ValueError, TypeError):
         raise MaskSyntaxError("arguments of a named mask are literals: numbers, true/false, lists of numbers") from None

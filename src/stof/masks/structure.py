@@ -6,6 +6,7 @@ two packed batches with documents of other lengths have one structure, windows o
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Sequence
@@ -112,7 +113,7 @@ def _structure(code: list[int]) -> tuple[int, ...]:
         if op in _SIZED:
             parts.append(code[at + 3])
         elif op == _DOCUMENT:
-            parts.append(code[at + 8])  # whether ids are distinct
+            parts.append(code[at + 8] & 1)  # whether ids are distinct
     return tuple(parts)
 
 
@@ -125,7 +126,7 @@ def _kept_shares(code: list[int], numbers: list[int], q_len: int, kv_len: int) -
     stack: list[tuple[float, bool]] = []  # shares, and whether their scores are all over the mask
     tests: list[float] = []
     for at in range(0, len(code), WIDTH):
-        op, low, high, size, i_shift, j_shift, table, entries, _ = code[at : at + WIDTH]
+        op, low, high, size, i_shift, j_shift, table, entries, extra = code[at : at + WIDTH]
         share, everywhere = 1.0, False
         if op in (_AND, _OR):
             (right, right_everywhere), (left, left_everywhere) = stack.pop(), stack.pop()
@@ -144,7 +145,7 @@ def _kept_shares(code: list[int], numbers: list[int], q_len: int, kv_len: int) -
             moved = j_shift - i_shift
             share = _nearer(high + moved, q_len, kv_len) - _nearer(low + moved - 1, q_len, kv_len)
         elif op == _DOCUMENT:
-            share, longest = _of_documents(numbers[table : table + 2 * entries], entries)
+            share, longest = _of_documents(numbers[table : table + 2 * entries], entries, abs(extra >> 1))
             tests.append(longest)
         elif op in _SHARES:
             share, everywhere = _SHARES[op](low, high, size, entries, q_len, kv_len), op in _EVERYWHERE
@@ -152,6 +153,8 @@ def _kept_shares(code: list[int], numbers: list[int], q_len: int, kv_len: int) -
             length, shift = (q_len, i_shift) if op == _QUERY else (kv_len, j_shift)
             share = (min(high, length + shift - 1) - max(low, shift) + 1) / length
         else:  # maps positions
+            if op == _QUERY_IN_RANGES:
+                q_len = extra
             continue
         share = min(1.0, max(0.0, share))
         tests.append(share)
@@ -171,13 +174,19 @@ def _nearer(distance: int, q_len: int, kv_len: int) -> float:
     return 1.0 - dropped / (q_len * kv_len)
 
 
-def _of_documents(table: list[int], count: int) -> tuple[float, float]:
+def _of_documents(table: list[int], count: int, of_queries: int) -> tuple[float, float]:
     """The share of all pairs of tokens that are of one document, whose parts count by themselves; the longest's share.
 
     Args:
         table: where parts end, then their documents, below 0 for none.
         count: of parts.
+        of_queries: how many parts are of queries, where as many of keys follow; 0 if each part is of both.
     """
+    if of_queries:
+        lengths = [end - begin for begin, end in itertools.pairwise([0, *table[:count]])]
+        queries, keys = lengths[:of_queries], lengths[of_queries:]
+        pairs = sum(q * k for q, k, n in zip(queries, keys, table[count:], strict=False) if n >= 0)
+        return pairs / (sum(queries) * sum(keys)), max(keys) / sum(keys)
     begin = pairs = longest = 0
     for end, document in zip(table[:count], table[count:], strict=False):
         length = end - begin
@@ -193,8 +202,8 @@ def _remainders(low: int, high: int, size: int, *rest: int) -> float:
     return (min(high, size - 1) - max(low, 0) + 1) / size
 
 
-_AND, _OR, _NOT, _DISTANCE, _QUERY, _KEY, _DOCUMENT = map(
-    int, (Op.AND, Op.OR, Op.NOT, Op.DISTANCE, Op.QUERY, Op.KEY, Op.DOCUMENT)
+_AND, _OR, _NOT, _DISTANCE, _QUERY, _KEY, _DOCUMENT, _QUERY_IN_RANGES = map(
+    int, (Op.AND, Op.OR, Op.NOT, Op.DISTANCE, Op.QUERY, Op.KEY, Op.DOCUMENT, Op.QUERY_IN_RANGES)
 )
 # By operation: the share that a test keeps, of low, high, size, entries, q_len and kv_len.
 _SHARES: dict[int, Callable[[int, int, int, int, int, int], float]] = {
@@ -209,4 +218,4 @@ _SHARES: dict[int, Callable[[int, int, int, int, int, int], float]] = {
     Op.CHOSEN_BLOCK_OF_KEY: lambda low, high, size, entries, q_len, kv_len: entries * size / q_len,
 }
 _EVERYWHERE = frozenset(_SHARES) - {Op.GRID_ROW}
-_RANGES = frozenset((_AND, _DISTANCE, _DOCUMENT, _QUERY, _KEY))
+_RANGES = frozenset((_AND, _DISTANCE, _DOCUMENT, _QUERY, _KEY, _QUERY_IN_RANGES))

@@ -256,7 +256,7 @@ def _listed(table_ptr, entries, steps, low, high):
 
 @triton.jit
 @no_type_check
-def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_high):
+def _one_document(table_ptr, entries, steps, extra, i_low, i_high, j_low, j_high):
     """Whether all, and whether perhaps some pairs of positions lie in one document."""
     top = _upper_bound(table_ptr, entries, steps, i_low)
     bottom = _upper_bound(table_ptr, entries, steps, i_high)
@@ -266,7 +266,8 @@ def _one_document(table_ptr, entries, steps, distinct, i_low, i_high, j_low, j_h
     column = tl.load(table_ptr + entries + left)
     one_row = top == bottom
     one_column = left == right
-    apart = (distinct != 0) & ((bottom < left) | (right < top))
+    between = extra >> 1
+    apart = ((extra & 1) != 0) & ((bottom + between < left) | (right < top + between))
     unseen = (one_row & (row < 0)) | (one_column & (column < 0))
     same = one_row & one_column & (row == column) & (row >= 0)
     other = one_row & one_column & (row != column)
