@@ -21,6 +21,7 @@ from stof.errors import ArgumentError, DeviceError, DtypeError, HeadCountError, 
 from stof.masks import Mask
 from stof.masks.aligned import AlignedDocuments
 from stof.masks.gpu_program import programs_of
+from stof.masks.parse import readable
 from stof.masks.structure import outline
 from tests.examples import examples
 
@@ -169,7 +170,7 @@ def test_masks_by_distance() -> None:
         masks.from_function(lambda b, h, q, kv: q >= kv), masks.causal() & (masks.full() | masks.sink_tokens(1)),
         masks.neighborhood_2d(1, 5, 3), masks.longformer(2, 1), masks.transposed(masks.sink_tokens(1)),
     ],
-    ids=repr,
+    ids=lambda mask: readable(repr(mask)),
 )  # fmt: skip
 @pytest.mark.parametrize("q_lengths", [[2, 3], [1, 4]], ids=["equal", "unequal"])
 def test_masks_that_count_positions_are_refused(mask: Mask, q_lengths: list[int]) -> None:
