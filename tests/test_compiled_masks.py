@@ -116,10 +116,10 @@ def gradients(out: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor
     return torch.autograd.grad(out, inputs, torch.ones_like(out), **options)
 
 
-def assert_gradients(found: tuple[Tensor, ...], inputs: list[Tensor], keep: Tensor) -> None:
+def assert_gradients(actual: tuple[Tensor, ...], inputs: list[Tensor], keep: Tensor) -> None:
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    want = gradients(torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep).nan_to_num(), wide)
-    for gradient, reference in zip(found, want, strict=True):
+    expected = gradients(torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep).nan_to_num(), wide)
+    for gradient, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient.double(), reference.nan_to_num(), atol=1e-5, rtol=1e-4)
 
 
@@ -201,8 +201,10 @@ def test_documents_and_activation_checkpointing(inside: bool, policy: str | None
         if not inside:
             ids.data.fill_(0)
         other = differentiable(inputs)
-        for found, want in zip(gradients(out, qkv), gradients(attend(*other, drawn_ids(step, 2)), other), strict=True):
-            torch.testing.assert_close(found, want)
+        for actual, expected in zip(
+            gradients(out, qkv), gradients(attend(*other, drawn_ids(step, 2)), other), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_documents_with_dropout() -> None:
@@ -213,13 +215,13 @@ def test_documents_with_dropout() -> None:
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for step in range(3):
-        found, want = differentiable(inputs), differentiable(inputs)
+        leaves, others = differentiable(inputs), differentiable(inputs)
         ids = drawn_ids(step, 2)
         torch.manual_seed(step)
-        out = compiled(*found, ids)
+        out = compiled(*leaves, ids)
         torch.manual_seed(step)
-        torch.testing.assert_close(out, expected := attend(*want, ids))
-        for gradient, other in zip(gradients(out, found), gradients(expected, want), strict=True):
+        torch.testing.assert_close(out, expected := attend(*others, ids))
+        for gradient, other in zip(gradients(out, leaves), gradients(expected, others), strict=True):
             torch.testing.assert_close(gradient, other)
 
 

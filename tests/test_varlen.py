@@ -238,7 +238,7 @@ def test_the_mask_is_a_value(name: str) -> None:
     with pytest.raises(ShapeError, match=f"the documents have {kv_len} keys, the call has {kv_len + 1}"):
         mask.to_dense(q_len, kv_len + 1)
     for combined in (lambda: mask & masks.causal(), lambda: masks.full() | ~mask):
-        with pytest.raises(MaskError, match=r"documents\(..., within=mask\) counts those within a document"):
+        with pytest.raises(MaskError, match=r"documents\(..., within=mask\), whose positions"):
             combined()
 
 

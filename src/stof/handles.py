@@ -64,9 +64,9 @@ def _documents_of(ids: Tensor) -> Mask:
     for known, mask in _RECENT:
         if known == key:
             return mask
-    made = documents(ids)
-    _RECENT = ((key, made), *_RECENT[: _MOST_RECENT - 1])
-    return made
+    mask = documents(ids)
+    _RECENT = ((key, mask), *_RECENT[: _MOST_RECENT - 1])
+    return mask
 
 
 def _numbered(number: int, handle: str, ids: Tensor | None = None) -> Mask:

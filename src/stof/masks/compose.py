@@ -211,8 +211,8 @@ class Associative(Composite):
     def __post_init__(self) -> None:
         if self.positions_of_documents:
             raise MaskError(
-                "where queries and keys of documents differ in number, no other mask is combined with them, because it "
-                "would count positions of the whole call; documents(..., within=mask) counts those within a document"
+                "documents with kv_cu_seqlens take no other mask by & or |, because its positions would be those "
+                "of the packed row; give documents(..., within=mask), whose positions are those in each document"
             )
         super().__post_init__()
 

@@ -229,7 +229,7 @@ def _steps(what: str, cu_seqlens: object) -> list[tuple[int, ...]]:
     steps = [tuple(map(operator.sub, row[1:], row)) for row in ends]
     for row, lengths in zip(ends, steps, strict=True):
         if len(row) < 2 or row[0] != 0 or min(lengths) < 0:
-            raise MaskError(f"{what} starts at 0 and never decreases, got {list(row)[:8]}")
+            raise MaskError(f"{what} must start at 0 and not decrease, got {list(row)[:8]}")
     return steps
 
 

@@ -102,15 +102,15 @@ def _as_mask_and_bias(
     sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     if attn_mask.ndim > len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
         raise ShapeError(f"attn_mask broadcasts to {list(shape)}, got {list(attn_mask.shape)}")
-    given = attn_mask.view(sizes)
+    expanded = attn_mask.view(sizes)
     if len(shape) == 3:
-        given = given[:, None]
+        expanded = expanded[:, None]
     elif len(shape) > 4:
         lead = sizes[:-3]
         full = (1,) * len(lead) if all(size == 1 for size in lead) else shape[:-3]
-        given = given.expand(*full, *sizes[-3:]).flatten(0, -4)
+        expanded = expanded.expand(*full, *sizes[-3:]).flatten(0, -4)
     if attn_mask.dtype != torch.bool:
-        return None, given
+        return None, expanded
     if as_bias:
-        return None, torch.where(given, torch.zeros((), dtype=q.dtype, device=q.device), -torch.inf)
-    return given.expand(*given.shape[:-1], shape[-1]), None
+        return None, torch.where(expanded, torch.zeros((), dtype=q.dtype, device=q.device), -torch.inf)
+    return expanded.expand(*expanded.shape[:-1], shape[-1]), None

@@ -43,8 +43,8 @@ def is_fillable(choice: KernelChoice) -> bool:
 def is_fillable_backward(tiling: BackwardTiling) -> bool:
     """Whether the lists of a tiling of a GPU's kernels for gradients can be filled: whole tiles, rows in order."""
     layouts, kernels = (tiling.dq_layout, tiling.dkv_layout), (tiling.dq, tiling.dkv)
-    whole = all(layout is None or _has_whole_tiles(layout) for layout in layouts)
-    return tiling.dkv_layout is not None and whole and not any(one and one.split_tiles for one in kernels)
+    whole_tiles = all(layout is None or _has_whole_tiles(layout) for layout in layouts)
+    return tiling.dkv_layout is not None and whole_tiles and not any(one and one.split_tiles for one in kernels)
 
 
 def _has_whole_tiles(layout: tuple[LayoutConfig, str | None]) -> bool:

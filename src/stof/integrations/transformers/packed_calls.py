@@ -80,7 +80,7 @@ def watch(model: nn.Module) -> None:
 
 
 def will_be_captured(model: nn.Module, captured: bool) -> None:
-    """Note whether CUDA graphs will hold whole calls of a model once it is compiled: they read nothing on the host."""
+    """Tell a model whether its calls will be captured whole by CUDA graphs, where nothing can be read on the host."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             setattr(part, _CAPTURED, captured)
