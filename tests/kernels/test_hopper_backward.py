@@ -195,14 +195,14 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
     blocks = batch * heads * -(-q_len // queries)
     stats, counters = (
         torch.full((blocks * 2 * queries,), torch.nan),
-        torch.full((1 + 2 * blocks,), 7, dtype=torch.int32),
+        torch.full((1 + 2 * blocks + 2,), 7, dtype=torch.int32),
     )
     sums, dq = torch.full((lists.sums * blocks * queries, 64), torch.nan), torch.full_like(q, torch.nan)
     sizes = heads, q_len, -(-q_len // queries)
     stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
     backward_rows_kernel[(blocks,)](
         out, call["d_out"], lse.float(), lse.float() if d_lse is None else d_lse, stats, counters, stride_out,
-        stride_d_out, *sizes, queries, head_dim, 64, has_d_lse, False,
+        stride_d_out, *sizes, len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, has_d_lse, False,
     )  # fmt: skip
     assert not counters.any()
     dk, dv = computed(lists, call, stats, sums, counters)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -15,7 +16,7 @@ from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
 from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, BackwardLists
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
-from stof.kernels.hopper.binding import Window, readable
+from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.kernels.triton.operands import Strides
@@ -106,7 +107,9 @@ class _Kernels:
         device, pdl, queries, width = q.device, supports_pdl(q.device), lists.queries, padded_width(head_dim)
         q_blocks = -(-q_len // queries)
         blocks = batch * heads * q_blocks
-        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks
+        key_blocks = batch * kv_heads * lists.row_blocks
+        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks + 2 * key_blocks
+        self.kv_sums = (key_blocks if heads > kv_heads else 0, 2, KEYS_OF_BLOCK, width)
         self.sums = (lists.sums * blocks * queries, width)
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
@@ -114,8 +117,8 @@ class _Kernels:
         sizes = heads, q_len, q_blocks
         launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
         self.rows = launch(
-            backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes),
-            (queries, head_dim, width, has_d_lse, pdl),
+            backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes, self.counters),
+            (triton.next_power_of_2(-(-self.counters // blocks)), queries, head_dim, width, has_d_lse, pdl),
         )  # fmt: skip
         self.convert = launch(
             convert_dq_kernel, blocks, (), (dq, *sizes, blocks, float(options.scale)),
@@ -124,10 +127,10 @@ class _Kernels:
         mask_batch, mask_heads = lists.pattern_of.shape
         self.main = launch(
             backward_kernel,
-            batch * kv_heads * lists.row_blocks,
+            min(batch * heads * lists.row_blocks, multiprocessors(device)),
             (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
-            (lists.row_blocks, kv_heads, heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1),
-             q_blocks, blocks, kv_len, dk, dv, float(options.scale), options.scale * math.log2(math.e)),
+            (lists.row_blocks, (len(lists.row_block_ptr) - 1) // lists.row_blocks, heads, batch * heads,
+             heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1), q_blocks, blocks, kv_len, dk, dv, float(options.scale), options.scale * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
@@ -145,5 +148,6 @@ class _Kernels:
         stats, sums = lse.new_empty(self.stats), lse.new_empty(self.sums)
         counters = torch.empty(self.counters, dtype=torch.int32, device=lse.device)
         self.rows(out, inputs[3], lse, lse if d_lse is None else d_lse, stats, counters)
-        self.main(dk, dv, counters, bases=(*inputs, stats, sums))
+        kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
+        self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
         self.convert(sums, counters, dq)

@@ -64,9 +64,13 @@ from stof.kernels.hopper.intrinsics import (
     bit_layout,
     hide_from_compiler,
     reinterpret,
+    lane_number,
+    shfl_idx,
+    thread_barrier,
     tile_layout,
 )
 from stof.kernels.hopper.softmax import kept
+from stof.kernels.hopper.tile_fetch import fetch_next
 from stof.runtime.pdl import launch_next_and_wait
 
 # Keys of a thread block, and stages of Q and dO.
@@ -75,47 +79,85 @@ STAGES = gl.constexpr(2)
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
 Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
+# Fields of a work item in shared memory, one a lane of the producer warp, and how many items there is room for.
+ROW_BLOCK, HEAD, BEGIN, END = (gl.constexpr(field) for field in range(4))
+ITEM_SIZE = gl.constexpr(32)
+ITEM_STAGES = gl.constexpr(2)
+
+# Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
+_COUNTS = ["row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h", "q_blocks", "blocks"]
 
 # What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
-    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr counters_ptr tiles_ptr row_block_ptr bitmaps_ptr "
-    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem kv_full q_full q_empty dq_full dq_empty "
-    "row_block row_blocks b kv_head heads heads_per_group mask_b mask_h q_blocks blocks kv_len stride_dk stride_dv "
-    "scale score_scale",
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr tiles_ptr row_block_ptr bitmaps_ptr "
+    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem items item_full item_empty "
+    "kv_full kv_empty q_full q_empty dq_full dq_empty row_blocks patterns heads all_heads heads_per_group mask_b mask_h "
+    "q_blocks blocks kv_len stride_dk stride_dv scale score_scale",
 )
 
 
 @gluon.jit
 @no_type_check
-def _tiles_of(args, head):
-    """Return the tiles of this thread block's keys for a query head, `(begin, end)`."""
-    pattern = gl.load(args.pattern_of_ptr + args.b * args.mask_b + head * args.mask_h)
-    number = pattern * args.row_blocks + args.row_block
-    return gl.load(args.row_block_ptr + number), gl.load(args.row_block_ptr + number + 1)
+def _item_field(args, index, field: gl.constexpr, WARPS: gl.constexpr):
+    """Return a field of the work item of a number; the caller has waited for it."""
+    fields = reinterpret(args.items, gl.int32, [ITEM_STAGES * ITEM_SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    everyone: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(fields.index((index % ITEM_STAGES) * ITEM_SIZE + field).load(everyone), 0)
+
+
+@gluon.jit
+@no_type_check
+def _wait_item(args, index, WARPS: gl.constexpr):
+    """Wait for the work item of a number; return its tiles, `(begin, end)`, with `begin` below 0 after the last item."""
+    mbarrier.wait(args.item_full.index(index % ITEM_STAGES), (index // ITEM_STAGES) & 1)
+    return _item_field(args, index, BEGIN, WARPS), _item_field(args, index, END, WARPS)
+
+
+@gluon.jit
+@no_type_check
+def _send_item(args, index, row_block, head, begin, end, lane):
+    """Pass a work item to the other warps."""
+    mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
+    field = gl.where(lane == ROW_BLOCK, row_block, gl.where(lane == HEAD, head, gl.where(lane == BEGIN, begin, end)))
+    by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    args.items.index(index % ITEM_STAGES).store(gl.full([ITEM_SIZE], field, gl.int32, layout=by_lane))
+    mbarrier.arrive(args.item_full.index(index % ITEM_STAGES), count=1)
 
 
 @gluon.jit
 @no_type_check
 def _producer(args, config: gl.constexpr):
-    """Copy K and V, then Q, dO and the statistics of each tile's queries."""
+    """Take work items; copy K and V of each, and Q, dO and the statistics of each tile's queries."""
     D: gl.constexpr = config.width
     QUERIES: gl.constexpr = config.queries
     dtype: gl.constexpr = args.q_smem.dtype
     rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
-    first_key = args.row_block * KEYS
-    mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
-    k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-    v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-    async_load(args.k_desc, [args.b, args.kv_head, first_key, 0], args.kv_full, k_tile)
-    async_load(args.v_desc, [args.b, args.kv_head, first_key, 0], args.kv_full, v_tile)
+    lane = lane_number()
+    items = args.all_heads * args.row_blocks
+    # Thread blocks at work, over the mean number of tiles of an item: see `BackwardLists`.
+    tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
+    at_once = gl.num_programs(0) * args.patterns * args.row_blocks + tiles - 1
+    at_once = gl.minimum(gl.maximum(at_once // tiles, 1), args.all_heads)
+    # A ticket, because the hardware does not promise to start thread blocks in order.
+    ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
+    index = 0
     stage = 0
     phase = 1
-    for i in range(args.heads_per_group):
-        head = args.kv_head * args.heads_per_group + i
-        begin, end = _tiles_of(args, head)
-        first_block = (args.b * args.heads + head) * args.q_blocks
+    kv_phase = 1
+    while ticket < items:
+        first_head = ticket // (at_once * args.row_blocks) * at_once
+        heads = gl.minimum(at_once, args.all_heads - first_head)
+        place = ticket - first_head * args.row_blocks
+        row_block = args.row_blocks - 1 - place // heads
+        bh = first_head + place % heads
+        b = bh // args.heads
+        head = bh % args.heads
+        number = gl.load(args.pattern_of_ptr + b * args.mask_b + head * args.mask_h) * args.row_blocks + row_block
+        begin = gl.load(args.row_block_ptr + number)
+        end = gl.load(args.row_block_ptr + number + 1)
+        _send_item(args, index, row_block, bh, begin, end, lane)
         for tile in range(begin, end):
             q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
             mbarrier.wait(args.q_empty.index(stage), phase)
@@ -123,32 +165,46 @@ def _producer(args, config: gl.constexpr):
             mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
             q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
             d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
-            async_load(args.q_desc, [args.b, head, q_block * QUERIES, 0], full, q_tile)
-            async_load(args.stats_desc, [first_block + q_block, 0], full, args.stats_smem.index(stage))
-            async_load(args.d_out_desc, [args.b, head, q_block * QUERIES, 0], full, d_out_tile)
+            async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
+            if tile == begin:
+                mbarrier.wait(args.kv_empty, kv_phase)
+                kv_phase = kv_phase ^ 1
+                mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
+                k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                kv_head = head // args.heads_per_group
+                async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
+                async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
+            async_load(args.stats_desc, [bh * args.q_blocks + q_block, 0], full, args.stats_smem.index(stage))
+            async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
             phase = phase ^ stage
             stage = stage ^ 1
+        ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
+        index += 1
+    _send_item(args, index, 0, 0, -1, -1, lane)
 
 
 @gluon.jit
 @no_type_check
-def _accumulator(args, config: gl.constexpr):
-    """Add dQ of each tile to memory, when those that come before have."""
+def _accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
+    """Add dQ of every second tile to memory, when those that come before have."""
     QUERIES: gl.constexpr = config.queries
     HALF: gl.constexpr = config.width // 2
+    index = 0
     stage = 0
     phase = 0
-    for i in range(args.heads_per_group):
-        head = args.kv_head * args.heads_per_group + i
-        begin, end = _tiles_of(args, head)
-        first_block = (args.b * args.heads + head) * args.q_blocks
-        block = first_block + gl.load(args.tiles_ptr + begin * TILE_SIZE + Q_BLOCK)
-        rank = gl.load(args.tiles_ptr + begin * TILE_SIZE + RANK)
-        which = gl.load(args.tiles_ptr + begin * TILE_SIZE + SUM)
+    begin, end = _wait_item(args, 0, 1)
+    while begin >= 0:
+        first_block = _item_field(args, index, HEAD, 1) * args.q_blocks
+        mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
+        first = begin + (stage ^ STAGE)
+        block = first_block + gl.load(args.tiles_ptr + first * TILE_SIZE + Q_BLOCK)
+        rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
+        which = gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
         seen = 0
-        for tile in range(begin, end):
+        for tile in range(first, end, 2):
             # The next tile's fields; past the last tile, those of any tile.
-            next_ptr = args.tiles_ptr + (tile + 1) * TILE_SIZE
+            next_ptr = args.tiles_ptr + (tile + 2) * TILE_SIZE
             next_block = first_block + gl.load(next_ptr + Q_BLOCK)
             next_rank = gl.load(next_ptr + RANK)
             next_which = gl.load(next_ptr + SUM)
@@ -158,21 +214,23 @@ def _accumulator(args, config: gl.constexpr):
                 wait_count(counter_ptr, rank)
             fence_async()
             for g in gl.static_range(2):
-                mbarrier.wait(args.dq_full.index(stage * 2 + g), phase)
+                mbarrier.wait(args.dq_full.index(STAGE * 2 + g), phase)
                 if rank == 0:
-                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(stage * 2 + g))
+                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(STAGE * 2 + g))
                 else:
-                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(stage * 2 + g))
+                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(STAGE * 2 + g))
             wait_stores_read()
-            mbarrier.arrive(args.dq_empty.index(stage), count=1)
+            mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
             # Read while the stores are under way.
             seen = read_count(args.counters_ptr + (next_block * 2 + next_which))
             wait_stores_and_count(counter_ptr)
             block = next_block
             rank = next_rank
             which = next_which
-            phase = phase ^ stage
-            stage = stage ^ 1
+            phase = phase ^ 1
+        stage = stage ^ ((end - begin) & 1)
+        index += 1
+        begin, end = _wait_item(args, index, 1)
 
 
 @gluon.jit
@@ -247,23 +305,21 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
     words_ptr = args.bitmaps_ptr + GROUP * 256 + word_row[:, None] * 4 + word[None, :]
-    dk = gl.zeros([64, D], gl.float32, layout)
-    dv = gl.zeros([64, D], gl.float32, layout)
-    left = 0
-    for i in range(args.heads_per_group):
-        begin, end = _tiles_of(args, args.kv_head * args.heads_per_group + i)
-        left += end - begin
+    index = 0
     stage = 0
     phase = 0
-    mbarrier.wait(args.kv_full, 0)
-    s = _issue_scores(args, 0, 0, left > 0, GROUP, config)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    for i in range(args.heads_per_group):
-        begin, end = _tiles_of(args, args.kv_head * args.heads_per_group + i)
+    kv_phase = 0
+    begin, end = _wait_item(args, 0, 4)
+    while begin >= 0:
+        dk = gl.zeros([64, D], gl.float32, layout)
+        dv = gl.zeros([64, D], gl.float32, layout)
         # The bitmap of a tile is loaded a tile ahead, its number two.
         bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
         words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
         next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
+        mbarrier.wait(args.kv_full, kv_phase, pred=begin < end)
+        s = _issue_scores(args, stage, phase, begin < end, GROUP, config)
+        s = warpgroup_mma_wait(0, deps=(s,))
         for tile in range(begin, end):
             ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             bitmap = next_bitmap
@@ -280,8 +336,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             k_half = args.k_smem.index(hide_from_compiler(0)).slice(GROUP * HALF, HALF, dim=1)
             dq = warpgroup_mma(both.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
-            left -= 1
-            s = _issue_scores(args, stage ^ 1, phase ^ stage, left > 0, GROUP, config)
+            s = _issue_scores(args, stage ^ 1, phase ^ stage, tile + 1 < end, GROUP, config)
             dq = warpgroup_mma_wait(2, deps=(dq,))
             mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
             args.dq_smem.index(stage * 2 + GROUP).store(dq)
@@ -291,18 +346,53 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             mbarrier.arrive(args.q_empty.index(stage), count=1)
             phase = phase ^ stage
             stage = stage ^ 1
-    row = args.row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    exists = (row < args.kv_len)[:, None] & (column < config.head_dim)[None, :]
-    b, h, rows = args.b.to(gl.int64), args.kv_head.to(gl.int64), row.to(gl.int64)[:, None]
-    to_dk, to_dv = args.stride_dk, args.stride_dv
-    dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + column[None, :]
-    dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + column[None, :]
-    gl.store(dk_ptrs, (dk * args.scale).to(dtype), exists)
-    gl.store(dv_ptrs, dv.to(dtype), exists)
+        mbarrier.arrive(args.kv_empty, count=1, pred=begin < end)
+        kv_phase = gl.where(begin < end, kv_phase ^ 1, kv_phase)
+        _store(args, index, dk, dv, GROUP, config)
+        mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
+        index += 1
+        begin, end = _wait_item(args, index, 4)
 
 
 @gluon.jit
+@no_type_check
+def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
+    """Write 64 keys' dK and dV. Query heads that share a key head add theirs one after another."""
+    D: gl.constexpr = config.width
+    layout: gl.constexpr = dk.type.layout
+    dtype: gl.constexpr = args.q_smem.dtype
+    row_block = _item_field(args, index, ROW_BLOCK, 4)
+    bh = _item_field(args, index, HEAD, 4)
+    kv_head = bh // args.heads_per_group
+    rank = bh % args.heads_per_group
+    key = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
+    if args.heads_per_group > 1:
+        block = kv_head * args.row_blocks + row_block
+        counter_ptr = args.kv_counters_ptr + (block * 2 + GROUP)
+        sums = args.kv_sums_ptr + block.to(gl.int64) * (2 * KEYS * D) + (key * D)[:, None] + column
+        if rank > 0:
+            wait_count(counter_ptr, rank)
+            dk += gl.load(sums)
+            dv += gl.load(sums + KEYS * D)
+        if rank + 1 < args.heads_per_group:
+            gl.store(sums, dk)
+            gl.store(sums + KEYS * D, dv)
+            thread_barrier()
+            gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+    if rank + 1 == args.heads_per_group:
+        kv_heads = args.heads // args.heads_per_group
+        row = row_block * KEYS + key
+        exists = (row < args.kv_len)[:, None] & (column < config.head_dim)
+        b, h, rows = (kv_head // kv_heads).to(gl.int64), (kv_head % kv_heads).to(gl.int64), row.to(gl.int64)[:, None]
+        to_dk, to_dv = args.stride_dk, args.stride_dv
+        dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + column
+        dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + column
+        gl.store(dk_ptrs, (dk * args.scale).to(dtype), exists)
+        gl.store(dv_ptrs, dv.to(dtype), exists)
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
 @no_type_check
 def backward_kernel(
     q_desc,  # [B, H, Sq, D], a box of `queries` rows
@@ -313,13 +403,17 @@ def backward_kernel(
     dq_desc,  # [sums * B * H * blocks of queries * queries, width] float32, `queries` rows and half of the columns
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
-    counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32, zero: items that were taken, then additions to each sum
+    kv_sums_ptr,  # [B, Hkv, blocks of keys, 2, 128, width] float32: sums of dK and dV of several query heads
+    counters_ptr,  # [1 + 2 * B * H * blocks of queries + 2 * B * Hkv * blocks of keys] int32, zero: items that were
+    #                taken, additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
     tiles_ptr,  # and the following four: `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,
     row_blocks,
-    kv_heads,
+    patterns,
+    heads,
+    all_heads,  # B * H
     heads_per_group,
     mask_b,
     mask_h,
@@ -349,12 +443,20 @@ def backward_kernel(
     stats_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     )
+    items = gl.allocate_shared_memory(gl.int32, [ITEM_STAGES, ITEM_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
+    item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dq_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for i in gl.static_range(ITEM_STAGES):
+        mbarrier.init(item_full.index(i), count=1)
+        mbarrier.init(item_empty.index(i), count=4)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -362,22 +464,19 @@ def backward_kernel(
         mbarrier.init(dq_full.index(2 * i + 1), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
-    # A ticket, because the hardware does not promise to start thread blocks in order. Items are those of one key head
-    # after another, so that dQ of few heads is in L2, each from its last keys on.
-    ticket = gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-    group = ticket // row_blocks
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, counters_ptr=counters_ptr + 1, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, counters_ptr=counters_ptr + 1,
+        kv_counters_ptr=counters_ptr + 1 + 2 * blocks, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
         bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
-        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, kv_full=kv_full, q_full=q_full,
-        q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, row_block=row_blocks - 1 - ticket % row_blocks,
-        row_blocks=row_blocks, b=group // kv_heads, kv_head=group % kv_heads, heads=kv_heads * heads_per_group,
+        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, items=items,
+        item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty, q_full=q_full, q_empty=q_empty,
+        dq_full=dq_full, dq_empty=dq_empty, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (_producer, (args, CONFIG)),
-         (_accumulator, (args, CONFIG))],
-        [4, 1, 1], [240, 24, 24],
+         (_accumulator, (args, 0, CONFIG)), (_accumulator, (args, 1, CONFIG))],
+        [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

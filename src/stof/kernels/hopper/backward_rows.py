@@ -20,19 +20,21 @@ def backward_rows_kernel(
     lse_ptr,  # [B, H, Sq] float32, contiguous, as d_lse
     d_lse_ptr,
     stats_ptr,  # [B * H * blocks of queries, 2, ROWS] float32: lse, delta
-    counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32
+    counters_ptr,  # int32 [counters], at most COUNTERS a program
     stride_out,  # `Strides`; columns are contiguous
     stride_d_out,
     heads,
     q_len,
     q_blocks,
+    counters,
+    COUNTERS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_D_LSE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Write lse in units of log 2 and `delta = rowsum(d_out * out) - d_lse` of a block of queries; clear its counters.
+    """Write lse in units of log 2 and `delta = rowsum(d_out * out) - d_lse` of a block of queries; clear counters.
 
     lse is +inf where a row keeps nothing or does not exist: its weights are 0 then.
     """
@@ -58,16 +60,15 @@ def backward_rows_kernel(
     stats = stats_ptr + block.to(tl.int64) * (2 * ROWS) + r
     tl.store(stats, tl.where(some, lse * LOG2E, float("inf")))
     tl.store(stats + ROWS, delta)
-    tl.store(counters_ptr + 1 + block * 2 + tl.arange(0, 2), 0)
-    if block == 0:
-        tl.store(counters_ptr, 0)
+    counter = block * COUNTERS + tl.arange(0, COUNTERS)
+    tl.store(counters_ptr + counter, 0, mask=counter < counters)
 
 
 @triton.jit
 @no_type_check
 def convert_dq_kernel(
     sums_ptr,  # [SUMS, B * H * blocks of queries, ROWS, BLOCK_D] float32
-    counters_ptr,  # [1 + 2 * B * H * blocks of queries] int32: thread blocks that added to each sum
+    counters_ptr,  # int32: how many items were taken, and [B * H * blocks of queries, 2] that added to each sum
     dq_ptr,  # [B, H, Sq, D]
     stride,  # `Strides`; columns are contiguous
     heads,
@@ -91,7 +92,7 @@ def convert_dq_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for which in tl.static_range(SUMS):
         some = tl.load(counters_ptr + 1 + block * 2 + which) > 0
-        at = (blocks.to(tl.int64) * which + block) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+        at = (which * blocks + block).to(tl.int64) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
         acc += tl.load(sums_ptr + at, mask=mask & some, other=0.0)
     b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
