@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
-from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, BackwardLists
+from stof.kernels.hopper.backward_lists import ITEM, KEYS_OF_BLOCK, BackwardLists, split_blocks
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
 from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
@@ -107,9 +107,13 @@ class _Kernels:
         device, pdl, queries, width = q.device, supports_pdl(q.device), lists.queries, padded_width(head_dim)
         q_blocks = -(-q_len // queries)
         blocks = batch * heads * q_blocks
-        key_blocks = batch * kv_heads * lists.row_blocks
-        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks + 2 * key_blocks
-        self.kv_sums = (key_blocks if heads > kv_heads else 0, 2, KEYS_OF_BLOCK, width)
+        processors = multiprocessors(device)
+        split = split_blocks(lists, batch * heads, heads // kv_heads, processors)
+        items, slots = lists.row_blocks, lists.row_blocks if heads > kv_heads else 0
+        if split is not None:
+            items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
+        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks + 2 * batch * kv_heads * slots
+        self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
         self.sums = (lists.sums * blocks * queries, width)
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
@@ -127,16 +131,16 @@ class _Kernels:
         mask_batch, mask_heads = lists.pattern_of.shape
         self.main = launch(
             backward_kernel,
-            min(batch * heads * lists.row_blocks, multiprocessors(device)),
-            (lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
-            (lists.row_blocks, (len(lists.row_block_ptr) - 1) // lists.row_blocks, heads, batch * heads,
+            min(batch * heads * items, processors),
+            (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
+            (items, int(split is not None), slots, lists.row_blocks, (len(lists.row_block_ptr) - 1) // lists.row_blocks, heads, batch * heads,
              heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1), q_blocks, blocks, kv_len, dk, dv, float(options.scale), options.scale * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
                 Window.over(v, KEYS_OF_BLOCK, width), Window.over(d_out, queries, width),
                 _MatrixWindow(*self.stats, (1, 2 * queries), 0),
-                _MatrixWindow(*self.sums, (queries, width // 2), min(128, 2 * width)),
+                _MatrixWindow(*self.sums, (64, 64), 128),
             ),
         )  # fmt: skip
 

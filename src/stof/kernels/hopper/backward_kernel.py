@@ -57,7 +57,7 @@ from stof.kernels.hopper.backward_intrinsics import (
     wait_stores_and_count,
     wait_stores_read,
 )
-from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE
+from stof.kernels.hopper.backward_lists import ITEM, KEYS_OF_BLOCK, TILE
 from stof.kernels.hopper.intrinsics import (
     async_load,
     async_store,
@@ -79,20 +79,21 @@ STAGES = gl.constexpr(2)
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
 Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
-# Fields of a work item in shared memory, one a lane of the producer warp, and how many items there is room for.
-ROW_BLOCK, HEAD, BEGIN, END = (gl.constexpr(field) for field in range(4))
-ITEM_SIZE = gl.constexpr(32)
+ROW_BLOCK, PART, PARTS, SLOT = (gl.constexpr(field) for field in ITEM)
+ITEM_SIZE = gl.constexpr(len(ITEM))
+# What is added to a work item in shared memory, and how many items there is room for, 32 fields each.
+HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
-_COUNTS = ["row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h", "q_blocks", "blocks"]
+_COUNTS = ["items", "is_split", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h", "q_blocks", "blocks"]
 
 # What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
-    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr tiles_ptr row_block_ptr bitmaps_ptr "
-    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem items item_full item_empty "
-    "kv_full kv_empty q_full q_empty dq_full dq_empty row_blocks patterns heads all_heads heads_per_group mask_b mask_h "
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr "
+    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem items_smem item_full item_empty "
+    "kv_full kv_empty q_full q_empty dq_full dq_empty items is_split slots row_blocks patterns heads all_heads heads_per_group mask_b mask_h "
     "q_blocks blocks kv_len stride_dk stride_dv scale score_scale",
 )
 
@@ -101,9 +102,9 @@ BackwardArgs = namedtuple(
 @no_type_check
 def _item_field(args, index, field: gl.constexpr, WARPS: gl.constexpr):
     """Return a field of the work item of a number; the caller has waited for it."""
-    fields = reinterpret(args.items, gl.int32, [ITEM_STAGES * ITEM_SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fields = reinterpret(args.items_smem, gl.int32, [ITEM_STAGES * 32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     everyone: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(fields.index((index % ITEM_STAGES) * ITEM_SIZE + field).load(everyone), 0)
+    return gl.max(fields.index((index % ITEM_STAGES) * 32 + field).load(everyone), 0)
 
 
 @gluon.jit
@@ -116,12 +117,10 @@ def _wait_item(args, index, WARPS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _send_item(args, index, row_block, head, begin, end, lane):
-    """Pass a work item to the other warps."""
-    mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
-    field = gl.where(lane == ROW_BLOCK, row_block, gl.where(lane == HEAD, head, gl.where(lane == BEGIN, begin, end)))
+def _send_item(args, index, field):
+    """Pass a work item to the other warps; each lane has a field."""
     by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    args.items.index(index % ITEM_STAGES).store(gl.full([ITEM_SIZE], field, gl.int32, layout=by_lane))
+    args.items_smem.index(index % ITEM_STAGES).store(gl.full([32], field, gl.int32, layout=by_lane))
     mbarrier.arrive(args.item_full.index(index % ITEM_STAGES), count=1)
 
 
@@ -135,29 +134,44 @@ def _producer(args, config: gl.constexpr):
     rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
     lane = lane_number()
-    items = args.all_heads * args.row_blocks
+    count = args.all_heads * args.items
     # Thread blocks at work, over the mean number of tiles of an item: see `BackwardLists`.
     tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
     at_once = gl.num_programs(0) * args.patterns * args.row_blocks + tiles - 1
-    at_once = gl.minimum(gl.maximum(at_once // tiles, 1), args.all_heads)
+    at_once = (at_once // tiles + args.heads_per_group - 1) // args.heads_per_group * args.heads_per_group
+    at_once = gl.minimum(gl.maximum(at_once, args.heads_per_group), args.all_heads)
     # A ticket, because the hardware does not promise to start thread blocks in order.
     ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
     index = 0
     stage = 0
     phase = 1
     kv_phase = 1
-    while ticket < items:
-        first_head = ticket // (at_once * args.row_blocks) * at_once
+    while ticket < count:
+        first_head = ticket // (at_once * args.items) * at_once
         heads = gl.minimum(at_once, args.all_heads - first_head)
-        place = ticket - first_head * args.row_blocks
-        row_block = args.row_blocks - 1 - place // heads
+        place = ticket - first_head * args.items
+        row_block = args.items - 1 - place // heads
+        part = 0
+        parts = 1
+        slot = row_block
+        if args.is_split > 0:
+            item_ptr = args.items_ptr + place // heads * ITEM_SIZE
+            row_block = gl.load(item_ptr + ROW_BLOCK)
+            part = gl.load(item_ptr + PART)
+            parts = gl.load(item_ptr + PARTS)
+            slot = gl.load(item_ptr + SLOT)
         bh = first_head + place % heads
         b = bh // args.heads
         head = bh % args.heads
         number = gl.load(args.pattern_of_ptr + b * args.mask_b + head * args.mask_h) * args.row_blocks + row_block
-        begin = gl.load(args.row_block_ptr + number)
-        end = gl.load(args.row_block_ptr + number + 1)
-        _send_item(args, index, row_block, bh, begin, end, lane)
+        first = gl.load(args.row_block_ptr + number)
+        tiles = gl.load(args.row_block_ptr + number + 1) - first
+        begin = first + tiles * part // parts
+        end = first + tiles * (part + 1) // parts
+        mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
+        field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, gl.where(lane == HEAD, bh, row_block)))
+        field = gl.where(lane == PART, part, gl.where(lane == PARTS, parts, gl.where(lane == SLOT, slot, field)))
+        _send_item(args, index, field)
         for tile in range(begin, end):
             q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
             mbarrier.wait(args.q_empty.index(stage), phase)
@@ -181,7 +195,8 @@ def _producer(args, config: gl.constexpr):
             stage = stage ^ 1
         ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
         index += 1
-    _send_item(args, index, 0, 0, -1, -1, lane)
+    mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
+    _send_item(args, index, -1)
 
 
 @gluon.jit
@@ -189,7 +204,8 @@ def _producer(args, config: gl.constexpr):
 def _accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
     """Add dQ of every second tile to memory, when those that come before have."""
     QUERIES: gl.constexpr = config.queries
-    HALF: gl.constexpr = config.width // 2
+    # Half of dQ is 64 of 128 columns, or of 128 queries.
+    OF_COLUMNS: gl.constexpr = config.width == 128
     index = 0
     stage = 0
     phase = 0
@@ -215,10 +231,11 @@ def _accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
             fence_async()
             for g in gl.static_range(2):
                 mbarrier.wait(args.dq_full.index(STAGE * 2 + g), phase)
+                at = [row, g * 64] if OF_COLUMNS else [row + g * 64, 0]
                 if rank == 0:
-                    async_store(args.dq_desc, [row, g * HALF], args.dq_smem.index(STAGE * 2 + g))
+                    async_store(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
                 else:
-                    async_add(args.dq_desc, [row, g * HALF], args.dq_smem.index(STAGE * 2 + g))
+                    async_add(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
             wait_stores_read()
             mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
             # Read while the stores are under way.
@@ -255,52 +272,83 @@ def _keys(smem, GROUP: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _issue_scores(args, stage, phase, exists, GROUP: gl.constexpr, config: gl.constexpr):
-    """Issue S of a tile; where it does not exist, of what is in its stage, which nobody reads."""
+def _issue_product(left, right, GROUP: gl.constexpr, config: gl.constexpr):
+    """Issue this warpgroup's rows of K or V (`left`), times Q or dO transposed."""
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    mbarrier.wait(args.q_full.index(stage), phase, pred=exists)
     none = gl.zeros([64, QUERIES], gl.float32, layout)
-    q = args.q_smem.index(stage)
-    return warpgroup_mma(_keys(args.k_smem, GROUP), q.permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma(_keys(left, GROUP), right.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
 @no_type_check
-def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
-    """Return dS of a tile in 16 bits, and dv with this tile's part in flight."""
+def _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
+    """Write dS of a tile to shared memory and return it in 16 bits, and dv with this tile's part.
+
+    dP is in flight.
+    """
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
-    none = gl.zeros([64, QUERIES], gl.float32, layout)
-    d_out = args.d_out_smem.index(stage)
-    dp = warpgroup_mma(_keys(args.v_smem, GROUP), d_out.permute((1, 0)), none, use_acc=False, is_async=True)
     p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
     if bitmap >= 0:
         p = kept(p, words, QUERIES)
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    dv = warpgroup_mma(p16, d_out, dv, is_async=True)
+    dv = warpgroup_mma(p16, args.d_out_smem.index(stage), dv, is_async=True)
     ds = p * (dp - _stats(args, stage, 1, layout, config))
     if bitmap >= 0:
         ds = kept(ds, words, QUERIES)  # what is dropped may be NaN, and 0 * NaN is NaN
-    return ds.to(dtype), dv
+    ds = ds.to(dtype)
+    # Two stages: when both warpgroups are past the barrier that follows, dQ of the previous tile is computed.
+    args.ds_smem.index(stage).slice(GROUP * 64, 64, dim=0).store(ds)
+    # P leaves its registers before dQ and the next S take theirs.
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    return ds, dv
+
+
+@gluon.jit
+@no_type_check
+def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.constexpr):
+    """Issue this warpgroup's quarter or half of dQ, and its dK, when both have written dS."""
+    D: gl.constexpr = config.width
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    fence_async_shared()  # for dS; where it is written, the fence makes ptxas 12.8 and 12.9 fail
+    wait_consumers()
+    ds_of_both = args.ds_smem.index(stage)
+    k = args.k_smem.index(hide_from_compiler(0))
+    if D == 128:
+        k = k.slice(GROUP * 64, 64, dim=1)
+    else:
+        ds_of_both = ds_of_both.slice(GROUP * 64, 64, dim=1)
+    no_dq = gl.zeros([64, 64], gl.float32, layout)
+    dq = warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
+    return dq, dk
+
+
+@gluon.jit
+@no_type_check
+def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
+    """Pass half of a tile's dQ to the accumulator warp."""
+    mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
+    args.dq_smem.index(stage * 2 + GROUP).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(args.dq_full.index(stage * 2 + GROUP), count=1)
 
 
 @gluon.jit
 @no_type_check
 def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
-    """Compute 64 keys' dK and dV, and half of the columns of each tile's dQ.
+    """Compute 64 keys' dK and dV, and half of each tile's dQ.
 
-    S of the next tile is issued with dQ and dK: the tensor cores have work while dQ goes to shared memory.
+    The tensor cores always have work: S and dP of a tile are issued behind dQ and dK of the one before. An iteration
+    ends where no product is in flight: ptxas would serialise those that are.
     """
     QUERIES: gl.constexpr = config.queries
     D: gl.constexpr = config.width
-    HALF: gl.constexpr = D // 2
-    dtype: gl.constexpr = args.q_smem.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     word_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, bit_layout(QUERIES)))
     word_row = gl.arange(0, 64, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, word_layout))
@@ -313,41 +361,42 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     while begin >= 0:
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
-        # The bitmap of a tile is loaded a tile ahead, its number two.
-        bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
-        words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-        next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
-        mbarrier.wait(args.kv_full, kv_phase, pred=begin < end)
-        s = _issue_scores(args, stage, phase, begin < end, GROUP, config)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        for tile in range(begin, end):
-            ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
-            bitmap = next_bitmap
+        if begin < end:
+            # The bitmap of a tile is loaded a tile ahead, its number two.
+            bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-            next_bitmap = gl.load(args.tiles_ptr + (tile + 2) * TILE_SIZE + BITMAP)
-            # Two stages: when both warpgroups are past the barrier below, dQ of the previous tile is computed.
-            both = args.ds_smem.index(stage)
-            both.slice(GROUP * 64, 64, dim=0).store(ds)
-            fence_async_shared()
-            # P leaves its registers before dQ and the next S take theirs.
-            dv = warpgroup_mma_wait(0, deps=(dv,))
-            wait_consumers()
-            no_dq = gl.zeros([QUERIES, HALF], gl.float32, dq_layout)
-            k_half = args.k_smem.index(hide_from_compiler(0)).slice(GROUP * HALF, HALF, dim=1)
-            dq = warpgroup_mma(both.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-            dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
-            s = _issue_scores(args, stage ^ 1, phase ^ stage, tile + 1 < end, GROUP, config)
-            dq = warpgroup_mma_wait(2, deps=(dq,))
-            mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
-            args.dq_smem.index(stage * 2 + GROUP).store(dq)
-            fence_async_shared()
-            mbarrier.arrive(args.dq_full.index(stage * 2 + GROUP), count=1)
-            s, dk = warpgroup_mma_wait(0, deps=(s, dk))
+            next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
+            mbarrier.wait(args.kv_full, kv_phase)
+            mbarrier.wait(args.q_full.index(stage), phase)
+            s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
+            dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            ds, dv = _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP, config)
+            for tile in range(begin + 1, end):
+                bitmap = next_bitmap
+                words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
+                next_bitmap = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + BITMAP)
+                dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
+                mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
+                s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
+                dq = warpgroup_mma_wait(2, deps=(dq,))
+                _send_dq(args, dq, stage, phase, GROUP)
+                dk = warpgroup_mma_wait(1, deps=(dk,))
+                mbarrier.arrive(args.q_empty.index(stage), count=1)
+                phase = phase ^ stage
+                stage = stage ^ 1
+                dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                ds, dv = _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP, config)
+            dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            _send_dq(args, dq, stage, phase, GROUP)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(args.q_empty.index(stage), count=1)
+            mbarrier.arrive(args.kv_empty, count=1)
             phase = phase ^ stage
             stage = stage ^ 1
-        mbarrier.arrive(args.kv_empty, count=1, pred=begin < end)
-        kv_phase = gl.where(begin < end, kv_phase ^ 1, kv_phase)
+            kv_phase = kv_phase ^ 1
         _store(args, index, dk, dv, GROUP, config)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         index += 1
@@ -357,30 +406,31 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
-    """Write 64 keys' dK and dV. Query heads that share a key head add theirs one after another."""
+    """Write 64 keys' dK and dV. Items that share keys add theirs one after another."""
     D: gl.constexpr = config.width
     layout: gl.constexpr = dk.type.layout
     dtype: gl.constexpr = args.q_smem.dtype
     row_block = _item_field(args, index, ROW_BLOCK, 4)
     bh = _item_field(args, index, HEAD, 4)
     kv_head = bh // args.heads_per_group
-    rank = bh % args.heads_per_group
+    adding = args.heads_per_group * _item_field(args, index, PARTS, 4)
+    rank = args.heads_per_group * _item_field(args, index, PART, 4) + bh % args.heads_per_group
     key = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    if args.heads_per_group > 1:
-        block = kv_head * args.row_blocks + row_block
+    if adding > 1:
+        block = kv_head * args.slots + _item_field(args, index, SLOT, 4)
         counter_ptr = args.kv_counters_ptr + (block * 2 + GROUP)
         sums = args.kv_sums_ptr + block.to(gl.int64) * (2 * KEYS * D) + (key * D)[:, None] + column
         if rank > 0:
             wait_count(counter_ptr, rank)
             dk += gl.load(sums)
             dv += gl.load(sums + KEYS * D)
-        if rank + 1 < args.heads_per_group:
+        if rank + 1 < adding:
             gl.store(sums, dk)
             gl.store(sums + KEYS * D, dv)
             thread_barrier()
             gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-    if rank + 1 == args.heads_per_group:
+    if rank + 1 == adding:
         kv_heads = args.heads // args.heads_per_group
         row = row_block * KEYS + key
         exists = (row < args.kv_len)[:, None] & (column < config.head_dim)
@@ -400,16 +450,20 @@ def backward_kernel(
     v_desc,
     d_out_desc,  # as q_desc
     stats_desc,  # [B * H * blocks of queries, 2 * queries] float32, a row; see `backward_rows_kernel`
-    dq_desc,  # [sums * B * H * blocks of queries * queries, width] float32, `queries` rows and half of the columns
+    dq_desc,  # [sums * B * H * blocks of queries * queries, width] float32, 64 rows and 64 columns
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
-    kv_sums_ptr,  # [B, Hkv, blocks of keys, 2, 128, width] float32: sums of dK and dV of several query heads
-    counters_ptr,  # [1 + 2 * B * H * blocks of queries + 2 * B * Hkv * blocks of keys] int32, zero: items that were
-    #                taken, additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
+    kv_sums_ptr,  # [B, Hkv, slots, 2, 128, width] float32: sums of dK and dV of several items
+    counters_ptr,  # [1 + 2 * B * H * blocks of queries + 2 * B * Hkv * slots] int32, zero: items that were taken,
+    #                additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
+    items_ptr,  # int32 [items, 4], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
     tiles_ptr,  # and the following four: `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,
+    items,  # of a head
+    is_split,
+    slots,  # of a key head
     row_blocks,
     patterns,
     heads,
@@ -438,12 +492,12 @@ def backward_kernel(
     d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
     dq_smem = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES, QUERIES, D // 2], tile_layout(gl.float32, QUERIES, D // 2, 2)
+        gl.float32, [2 * STAGES, 64, 64], tile_layout(gl.float32, 64, 64, 2)
     )
     stats_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     )
-    items = gl.allocate_shared_memory(gl.int32, [ITEM_STAGES, ITEM_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    items_smem = gl.allocate_shared_memory(gl.int32, [ITEM_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -467,11 +521,11 @@ def backward_kernel(
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
         dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, counters_ptr=counters_ptr + 1,
-        kv_counters_ptr=counters_ptr + 1 + 2 * blocks, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
+        kv_counters_ptr=counters_ptr + 1 + 2 * blocks, items_ptr=items_ptr, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
         bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
-        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, items=items,
+        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, items_smem=items_smem,
         item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty, q_full=q_full, q_empty=q_empty,
-        dq_full=dq_full, dq_empty=dq_empty, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
+        dq_full=dq_full, dq_empty=dq_empty, items=items, is_split=is_split, slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
     )  # fmt: skip

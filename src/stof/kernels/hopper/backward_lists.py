@@ -37,6 +37,28 @@ class TileFields(NamedTuple):
 TILE = TileFields()
 
 
+class ItemFields(NamedTuple):
+    """Where a work item of a head holds what. Several items may share a block of keys.
+
+    Attributes:
+        row_block: its block of keys.
+        part, parts: it has part `part` of `parts` of the block's tiles.
+        slot: which sum of dK and dV it is added to, if several items share the block.
+    """
+
+    row_block: int = 0
+    part: int = 1
+    parts: int = 2
+    slot: int = 3
+
+
+ITEM = ItemFields()
+# A block of keys is shared by several items if it has more than this share of the tiles that a thread block has in all,
+# and more than this many times the mean.
+_LONG_SHARE, _LONG = 1 / 8, 2
+_FEWEST_TILES = 16
+
+
 @dataclass(frozen=True, eq=False)
 class BackwardLists:
     """The transposed layout of `P` patterns with `R` blocks of keys each, and `T` tiles.
@@ -56,6 +78,7 @@ class BackwardLists:
         queries: of a tile.
         q_len, kv_len: lengths.
         sums: 1 if it is known that no tile is before the diagonal, else 2.
+        counts: int64 `[R]` on the CPU, tiles of each block of keys in the pattern with most; None if not known.
     """
 
     pattern_of: Tensor
@@ -67,6 +90,32 @@ class BackwardLists:
     q_len: int
     kv_len: int
     sums: int
+    counts: Tensor | None = None
+
+
+def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
+    """Return the work items of a head if blocks of keys are to be shared, so that no thread block ends late.
+
+    Args:
+        lists: the lists of the mask.
+        heads: batch entries times query heads.
+        group: query heads that share a key head.
+        blocks: thread blocks that run at once.
+
+    Returns:
+        int32 `[items, 4]` on the CPU, in the order in which they are taken, fields as `ItemFields`; None if each item
+        is a block of keys.
+    """
+    if lists.counts is None:
+        return None
+    counts = lists.counts.double()
+    limit = max(_LONG * float(counts.mean()), _LONG_SHARE * float(counts.sum()) * heads / blocks, _FEWEST_TILES)
+    parts = (counts / limit).ceil().long().clamp(min=1)
+    if int(parts.max()) == 1:
+        return None
+    slot = ((parts > 1) | (group > 1)).cumsum(0) - 1
+    rows = [(r, part, int(parts[r]), int(slot[r])) for r in reversed(range(len(parts))) for part in range(int(parts[r]))]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 def make_backward_lists(layout: Layout) -> BackwardLists:
@@ -90,6 +139,7 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     return BackwardLists(
         layout.pattern_of.int().contiguous(), layout.row_block_ptr.int().contiguous(), tiles,
         torch.cat([bitmaps, of_full]), layout.row_blocks, queries, layout.kv_len, layout.q_len, sums,
+        layout.row_block_ptr.diff().view(-1, layout.row_blocks).amax(0).long().cpu(),
     )  # fmt: skip
 
 
