@@ -18,7 +18,6 @@ from stof.masks.tensors import as_mask
 from stof.plans.backward import gradients_of
 from stof.selection import IMPLEMENTATIONS
 from stof.selection.backward_tilings import BackwardTiling
-from stof.selection.implementations import ONE_PASS
 from stof.testing import MEMORY_LAYOUTS, make_inputs
 from tests.kernels.gradients import assert_gradients
 
@@ -155,9 +154,8 @@ def test_equal_calls_give_equal_bits_whatever_runs_beside(head_dim: int, queries
 
 @pytest.mark.parametrize("name", ["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_training(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training(name: str, head_dim: int) -> None:
     """Through autograd, eagerly and in a CUDA graph."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], backward=ONE_PASS))
     mask = getattr(masks, name)()
     q, k, v = (torch.randn(4, 16, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     d_out, leaves = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v)]
@@ -188,7 +186,9 @@ def test_training(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("tokens", [2048, 2000])
 def test_new_documents_in_every_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second mask on the device makes the lists; gradients are those of Triton's kernels."""
-    one_pass = replace(ONE_PASS, tilings=lambda call, geometry_of: (BackwardTiling(dkv_layout=(LAYOUTS[128], None)),))
+    registered = IMPLEMENTATIONS["hopper"].backward
+    assert registered is not None
+    one_pass = replace(registered, tilings=lambda call, geometry_of: (BackwardTiling(dkv_layout=(LAYOUTS[128], None)),))
     q, k, v, d_out = (torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for step in range(4):

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.backward_lists import LAYOUTS, TILE, BackwardLists, make_backward_lists
+from stof.kernels.hopper.backward_lists import ITEM, LAYOUTS, TILE, BackwardLists, make_backward_lists, split_blocks
 from stof.layout import build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
-from stof.selection import CallSpec, MaskGeometry
+from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
 from stof.selection.backward_tilings import BackwardTiling, one_pass_tilings
-from stof.selection.implementations import ONE_PASS
 from stof.testing import make_inputs
 from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
@@ -83,21 +82,56 @@ def test_thread_blocks_wait_only_for_those_that_started_before(keep: Tensor, que
     """Each sum is added to by ranks 0, 1, 2 and so on, in the order of work items."""
     lists = lists_of(keep, queries)
     for pattern in range(int(lists.pattern_of.max()) + 1):
-        added: dict[tuple[int, int], int] = {}
+        added: dict[int, int] = {}
+        first, last = lists.sum_ptr[pattern, :-1].tolist(), lists.sum_ptr[pattern, 1:].tolist()
         for _, fields in tiles_of(lists, pattern):
-            place = fields[TILE.q_block], fields[TILE.sum]
+            place = fields[TILE.sum]
+            assert first[fields[TILE.q_block]] <= place < last[fields[TILE.q_block]]
             assert fields[TILE.rank] == added.get(place, 0)
             added[place] = added.get(place, 0) + 1
-        assert all(which < lists.sums for _, which in added)
+        assert sorted(added) == list(range(last[-1]))
+        assert last[-1] <= lists.sums
+
+
+def test_queries_that_all_keys_see_have_several_sums() -> None:
+    rows = torch.arange(4096)
+    keep = ((rows[:, None] - rows).abs() < 100) | (rows[:, None] < 5)
+    lists = lists_of(keep[None, None], 64)
+    sums = lists.sum_ptr[0].diff()
+    assert sums[0] == 3
+    assert int(sums[8:].max()) <= 2
+    of_first = lists.tiles[:-2][lists.tiles[:-2, TILE.q_block] == 0]
+    assert int(of_first[:, TILE.rank].max()) < 16
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_blocks_of_keys_that_all_queries_see_are_shared(group: int) -> None:
+    """Items have all tiles, and add to dK and dV of a block in the order in which they are taken."""
+    rows = torch.arange(4096)
+    keep = ((rows[:, None] - rows).abs() < 100) | (rows % 2000 < 5)
+    lists = lists_of(keep[None, None], 64)
+    assert lists.counts is not None
+    items = split_blocks(lists, 8, group, 132)
+    assert items is not None
+    assert items[:, ITEM.row_block].tolist() == sorted(items[:, ITEM.row_block].tolist(), reverse=True)
+    for block, tiles in enumerate(lists.counts.tolist()):
+        of_block = items[items[:, ITEM.row_block] == block]
+        assert of_block[:, ITEM.part].tolist() == list(range(len(of_block)))
+        assert of_block[:, ITEM.parts].tolist() == [len(of_block)] * len(of_block)
+        assert (len(of_block) > 1) == (tiles > 40)
+    shared = items[(items[:, ITEM.parts] > 1) | (group > 1)]
+    slots = {int(item[ITEM.row_block]): int(item[ITEM.slot]) for item in shared}
+    assert sorted(slots.values()) == list(range(len(slots)))
+    assert split_blocks(lists_of(torch.ones(1, 1, 4096, 4096, dtype=torch.bool), 64), 8, group, 132) is None
 
 
 def test_no_tile_of_a_causal_mask_is_before_the_diagonal() -> None:
     """So that there is one sum, and each thread block begins two tiles behind the one that started before it."""
     lists = lists_of(torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril(), 64)
-    assert lists.sums == 1
+    assert lists.sums == 16
     begins = lists.tiles[lists.row_block_ptr[:-1].long(), TILE.q_block]
     assert begins.tolist() == list(range(0, 16, 2))
-    assert lists_of(torch.ones(1, 1, 256, 256, dtype=torch.bool), 64).sums == 2
+    assert lists_of(torch.ones(1, 1, 256, 256, dtype=torch.bool), 64).sums == 6
 
 
 @IN_INTERPRETER
@@ -140,8 +174,8 @@ def test_layouts_that_the_kernel_cannot_read() -> None:
         make_backward_lists(ordered)
 
 
-def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Tensor, counters: Tensor) -> list[Tensor]:
-    """What the kernel computes, tile by tile in the order of its work items: `sums`, `counters`, and dK and dV."""
+def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Tensor) -> list[Tensor]:
+    """What the kernel computes, tile by tile in the order of its work items: `sums`, and dK and dV."""
     q, k, v, d_out = (call[name].double() for name in ("q", "k", "v", "d_out"))
     batch, heads, q_len, _ = q.shape
     queries, group = lists.queries, heads // k.shape[1]
@@ -150,7 +184,7 @@ def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Te
     q, d_out = (padded(x, (0, 0, 0, blocks * queries - q_len)) for x in (q, d_out))
     k, v = (padded(x, (0, 0, 0, lists.row_blocks * 128 - k.shape[2])) for x in (k, v))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    sums = sums.view(lists.sums, batch * heads * blocks, queries, -1)
+    sums = sums.view(batch * heads, lists.sums, queries, -1)
     for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
         pattern = int(lists.pattern_of[b % len(lists.pattern_of), h % lists.pattern_of.shape[1]])
         for block, fields in tiles_of(lists, pattern):
@@ -165,9 +199,8 @@ def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Te
             dk[b, h // group, keys] += call["scale"] * ds @ q[b, h, rows]
             dv[b, h // group, keys] += p @ d_out[b, h, rows]
             dq = (ds.T @ k[b, h // group, keys]).float()
-            place = sums[fields[TILE.sum], at, :, : dq.shape[1]]
+            place = sums[b * heads + h, fields[TILE.sum], :, : dq.shape[1]]
             place.copy_(dq + place if fields[TILE.rank] else dq)
-            counters[1 + 2 * at + fields[TILE.sum]] += 1
     return [x[:, :, : lists.kv_len].to(call["k"].dtype) for x in (dk, dv)]
 
 
@@ -197,7 +230,7 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
         torch.full((blocks * 2 * queries,), torch.nan),
         torch.full((1 + 2 * blocks + 2,), 7, dtype=torch.int32),
     )
-    sums, dq = torch.full((lists.sums * blocks * queries, 64), torch.nan), torch.full_like(q, torch.nan)
+    sums, dq = torch.full((batch * heads * lists.sums * queries, 64), torch.nan), torch.full_like(q, torch.nan)
     sizes = heads, q_len, -(-q_len // queries)
     stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
     backward_rows_kernel[(blocks,)](
@@ -205,10 +238,12 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
         stride_d_out, *sizes, len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, has_d_lse, False,
     )  # fmt: skip
     assert not counters.any()
-    dk, dv = computed(lists, call, stats, sums, counters)
+    dk, dv = computed(lists, call, stats, sums)
+    mask_batch, mask_heads = lists.pattern_of.shape
     convert_dq_kernel[(blocks,)](
-        sums, counters, dq, Strides(*dq.stride()[:3]), *sizes, blocks, 0.3, lists.sums, queries, head_dim, 64, False
-    )
+        sums, dq, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, lists.sums,
+        mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, 64, False,
+    )  # fmt: skip
     expected = expected_gradients(call | ({} if d_lse is None else {"d_lse": d_lse}))
     for made, name in ((dq, "q"), (dk, "k"), (dv, "v")):
         torch.testing.assert_close(made, getattr(expected, name).to(made.dtype), rtol=1e-4, atol=1e-4)
@@ -231,5 +266,7 @@ def test_it_is_chosen_where_its_estimate_is_lower() -> None:
     ids=str,
 )  # fmt: skip
 def test_calls_that_it_refuses(changes: dict[str, Any]) -> None:
-    assert not ONE_PASS.capabilities.refusals(CALL)
-    assert ONE_PASS.capabilities.refusals(replace(CALL, **changes))
+    backward = IMPLEMENTATIONS["hopper"].backward
+    assert backward is not None
+    assert not backward.capabilities.refusals(CALL)
+    assert backward.capabilities.refusals(replace(CALL, **changes))

@@ -25,7 +25,6 @@ from stof.plans.plan import Plan
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry, select
 from stof.selection.backward_tilings import BackwardTiling, best_tiling
 from stof.selection.device_model import DEFAULT_DEVICE, load_model
-from stof.selection.implementations import ONE_PASS
 from tests.interpreter import IN_INTERPRETER
 
 pytest.importorskip("triton")
@@ -142,11 +141,17 @@ def test_a_named_implementation_stays() -> None:
         assert window(size).choice(CALL).implementation == "hopper"
 
 
+@pytest.fixture
+def _triton_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], backward=None))
+
+
 def gradients(size: int) -> tuple[Plan, PlanGradients]:
     made = window(size)
     return made, PlanGradients(made)
 
 
+@pytest.mark.usefixtures("_triton_gradients")
 def test_gradients_of_the_second_mask_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     first, of_first = gradients(100)
     surveyed = of_first.choices(CALL)
@@ -175,10 +180,8 @@ def test_gradients_of_first_masks_are_filled_if_they_have_tiles_of_both_kinds(mo
         del made
 
 
-def test_gradients_of_causal_masks_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_causal_masks_take_one_pass() -> None:
     """Until its kernel fails: Triton's kernels serve then."""
-    registered = replace(IMPLEMENTATIONS["hopper"], backward=ONE_PASS)
-    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", registered)
     call = replace(CALL, q_len=8192, kv_len=8192, heads=32, kv_heads=32)
     geometry = MaskGeometry(masks.causal(), 8192, 8192)
     gpu, sizes = torch.device("cuda", 0), (None, None)
@@ -192,13 +195,15 @@ def test_gradients_of_causal_masks_take_one_pass(monkeypatch: pytest.MonkeyPatch
 
 def test_one_pass_lists_of_later_masks_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first mask of a structure decides for all of them, and the device makes their lists."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(IMPLEMENTATIONS["hopper"], backward=ONE_PASS))
+    hopper = IMPLEMENTATIONS["hopper"]
+    one_pass = hopper.backward
+    assert one_pass is not None
     chosen: list[tuple[BackwardTiling, ...]] = [(BackwardTiling(dkv_layout=(LayoutConfig(128, 64), None)),), ()]
     for tilings, name in zip(chosen, ("hopper", "block_wise"), strict=True):
         kept_by_structure.clear()
         monkeypatch.setitem(
             IMPLEMENTATIONS, "hopper",
-            replace(IMPLEMENTATIONS["hopper"], backward=replace(ONE_PASS, tilings=lambda *of, made=tilings: made)),
+            replace(hopper, backward=replace(one_pass, tilings=lambda *of, made=tilings: made)),
         )  # fmt: skip
         first, of_first = gradients(100)
         assert of_first.choices(CALL)[0][0] == name
@@ -212,6 +217,7 @@ def test_one_pass_lists_of_later_masks_are_filled(monkeypatch: pytest.MonkeyPatc
         del first, later
 
 
+@pytest.mark.usefixtures("_triton_gradients")
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     first, of_first = gradients(100)
     of_first.choices(CALL)
@@ -227,6 +233,7 @@ def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.Mon
     del first
 
 
+@pytest.mark.usefixtures("_triton_gradients")
 def test_a_tiling_that_fails_is_not_tried_under_the_next_mask() -> None:
     first, of_first = gradients(100)
     of_first.choices(CALL)

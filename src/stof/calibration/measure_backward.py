@@ -33,6 +33,7 @@ from stof.selection.backward_tilings import (
     BackwardTiling,
     critical_load,
     head_groups,
+    one_pass_load,
     one_pass_tile,
     one_pass_tilings,
     tiles_of,
@@ -234,8 +235,10 @@ def _load(row: MeasuredTile, model: DeviceModel, times: BackwardTimes) -> Tensor
     shape = Shape.parse(row.shape)
     layout = LayoutConfig(row.tile.rows, row.tile.columns, row.slab)
     counts = _counts(row.mask, shape.q_len, shape.kv_len, row.kernel != "dq", layout)
-    groups = head_groups(row.kernel, call_of(shape, getattr(torch, row.dtype)))
-    return critical_load(row.tile, counts, row.split_tiles, *groups, model, times)
+    call = call_of(shape, getattr(torch, row.dtype))
+    if row.kernel == "dqkv":
+        return one_pass_load(row.tile, counts, call, model, times)
+    return critical_load(row.tile, counts, row.split_tiles, *head_groups(row.kernel, call), model, times)
 
 
 @functools.cache

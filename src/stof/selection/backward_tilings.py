@@ -18,6 +18,7 @@ from torch import Tensor
 from stof.kernels.common import parts_of
 from stof.kernels.config import KernelConfig
 from stof.kernels.hopper.backward_lists import LAYOUTS as HOPPER_LAYOUTS
+from stof.kernels.hopper.backward_lists import longest_item
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
@@ -113,7 +114,7 @@ def tiles_of(kernel: str, call: CallSpec) -> tuple[BackwardTile, ...]:
 
 def head_groups(kernel: str, call: CallSpec) -> tuple[int, int]:
     """Independent groups of heads, and query heads that one thread block goes through."""
-    if kernel == "dq":
+    if kernel != "dkv":
         return call.batch * call.heads, 1
     return call.batch * call.kv_heads, call.heads // call.kv_heads  # dK and dV add up those of a key head
 
@@ -150,7 +151,7 @@ def one_pass_tilings(call: CallSpec, geometry_of: Callable[[bool], MaskGeometry]
     if times is None:  # a device that was measured without this kernel
         return ()
     counts = transposed.survey((layout,), None).counts[layout]
-    load = critical_load(tile, counts, 0, *head_groups("dqkv", call), model, times)
+    load = one_pass_load(tile, counts, call, model, times)
     _, others = best_tiling(call, geometry_of, whole_tiles=False)
     return (BackwardTiling(dkv_layout=(layout, None)),) if float(load @ times.weights()) < others else ()
 
@@ -233,6 +234,15 @@ def _best_variants(
                         yield _Estimate((layout, order), config, float(load @ times.weights()))
 
     return [min(variants(tile), key=lambda one: one.us) for tile in tiles]
+
+
+def one_pass_load(
+    tile: BackwardTile, counts: TileCounts, call: CallSpec, model: DeviceModel, times: BackwardTimes
+) -> Tensor:
+    """`critical_load` of Hopper's kernel for all gradients, which splits the row blocks that are longest."""
+    heads = call.batch * call.heads
+    split = longest_item(counts.partial + counts.full, heads, model.multiprocessors)
+    return critical_load(tile, counts, split, *head_groups("dqkv", call), model, times)
 
 
 def critical_load(

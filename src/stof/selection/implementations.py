@@ -159,18 +159,6 @@ def _triton_backward(layout_of: Callable[..., Layout], tiling: BackwardTiling) -
     )
 
 
-# All gradients in one pass over the tiles. Registered by its tests alone, until they have run on a GPU; to select it,
-# give it to the implementation "hopper" below.
-ONE_PASS = Backward(
-    capabilities=replace(_HOPPER, head_dims=(8, 128), bias=False, softcap=False, sinks=False),
-    tilings=one_pass_tilings,
-    prepare=lambda layout_of, tiling: make_backward_lists(layout_of(tiling.dkv_layout, transposed=True)),
-    bind=backward_of("stof.kernels.hopper.backward"),
-    keeps_tilings=True,
-    one_decision=True,
-)
-
-
 # In order of preference: the first that refuses nothing runs.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     impl.name: impl
@@ -194,6 +182,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             capabilities=_HOPPER,
             prepare=hopper.prepare,
             bind=bind_of("stof.kernels.hopper.forward"),
+            backward=Backward(
+                capabilities=replace(_HOPPER, head_dims=(8, 128), bias=False, softcap=False, sinks=False),
+                tilings=one_pass_tilings,
+                prepare=lambda layout_of, tiling: make_backward_lists(layout_of(tiling.dkv_layout, transposed=True)),
+                bind=backward_of("stof.kernels.hopper.backward"),
+                keeps_tilings=True,
+                one_decision=True,
+            ),
             gpu=GpuSelection(hopper_choices, hopper_shared_memory, hopper_occupancy, persistent=True),
         ),
         Implementation(

@@ -112,9 +112,10 @@ class _Kernels:
         items, slots = lists.row_blocks, lists.row_blocks if heads > kv_heads else 0
         if split is not None:
             items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
-        self.stats, self.counters = (blocks, 2 * queries), 1 + 2 * blocks + 2 * batch * kv_heads * slots
+        self.stats = (blocks, 2 * queries)
+        self.counters = 1 + batch * heads * lists.sums + 2 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
-        self.sums = (lists.sums * blocks * queries, width)
+        self.sums = (batch * heads * lists.sums * queries, width)
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
         dq, dk, dv, of_d_out = (Strides(*x.stride()[:3]) for x in (*map(empty_gradient, (q, k, v)), d_out))
@@ -124,17 +125,21 @@ class _Kernels:
             backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes, self.counters),
             (triton.next_power_of_2(-(-self.counters // blocks)), queries, head_dim, width, has_d_lse, pdl),
         )  # fmt: skip
-        self.convert = launch(
-            convert_dq_kernel, blocks, (), (dq, *sizes, blocks, float(options.scale)),
-            (lists.sums, queries, head_dim, width, pdl),
-        )  # fmt: skip
         mask_batch, mask_heads = lists.pattern_of.shape
+        mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
+        self.convert = launch(
+            convert_dq_kernel, blocks, (lists.sum_ptr, lists.pattern_of),
+            (dq, *sizes, lists.sums, *mask_strides, float(options.scale)), (queries, head_dim, width, pdl),
+        )  # fmt: skip
+        patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
         self.main = launch(
             backward_kernel,
             min(batch * heads * items, processors),
-            (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps, lists.pattern_of),
-            (items, int(split is not None), slots, lists.row_blocks, (len(lists.row_block_ptr) - 1) // lists.row_blocks, heads, batch * heads,
-             heads // kv_heads, mask_heads * int(mask_batch > 1), int(mask_heads > 1), q_blocks, blocks, kv_len, dk, dv, float(options.scale), options.scale * math.log2(math.e)),
+            (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps,
+             lists.pattern_of),
+            (items, int(split is not None), slots, lists.row_blocks, patterns, heads, batch * heads, heads // kv_heads,
+             *mask_strides, q_blocks, lists.sums, kv_len, dk, dv, float(options.scale),
+             options.scale * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
@@ -154,4 +159,4 @@ class _Kernels:
         self.rows(out, inputs[3], lse, lse if d_lse is None else d_lse, stats, counters)
         kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
         self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
-        self.convert(sums, counters, dq)
+        self.convert(sums, dq)

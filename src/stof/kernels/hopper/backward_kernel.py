@@ -63,8 +63,8 @@ from stof.kernels.hopper.intrinsics import (
     async_store,
     bit_layout,
     hide_from_compiler,
-    reinterpret,
     lane_number,
+    reinterpret,
     shfl_idx,
     thread_barrier,
     tile_layout,
@@ -86,15 +86,19 @@ HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
-_COUNTS = ["items", "is_split", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h", "q_blocks", "blocks"]
+_COUNTS = [
+    "items", "is_split", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h",
+    "q_blocks", "sums",
+]  # fmt: skip
 
 # What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
-    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr "
-    "pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem dq_smem items_smem item_full item_empty "
-    "kv_full kv_empty q_full q_empty dq_full dq_empty items is_split slots row_blocks patterns heads all_heads heads_per_group mask_b mask_h "
-    "q_blocks blocks kv_len stride_dk stride_dv scale score_scale",
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr "
+    "items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem "
+    "dq_smem items_smem item_full item_empty kv_full kv_empty q_full q_empty dq_full dq_empty items is_split slots "
+    "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
+    "score_scale",
 )
 
 
@@ -110,7 +114,7 @@ def _item_field(args, index, field: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _wait_item(args, index, WARPS: gl.constexpr):
-    """Wait for the work item of a number; return its tiles, `(begin, end)`, with `begin` below 0 after the last item."""
+    """Wait for the work item of a number; return its tiles, `(begin, end)`; `begin` is below 0 after the last item."""
     mbarrier.wait(args.item_full.index(index % ITEM_STAGES), (index // ITEM_STAGES) & 1)
     return _item_field(args, index, BEGIN, WARPS), _item_field(args, index, END, WARPS)
 
@@ -211,21 +215,19 @@ def _accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
     phase = 0
     begin, end = _wait_item(args, 0, 1)
     while begin >= 0:
-        first_block = _item_field(args, index, HEAD, 1) * args.q_blocks
+        first_sum = _item_field(args, index, HEAD, 1) * args.sums
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         first = begin + (stage ^ STAGE)
-        block = first_block + gl.load(args.tiles_ptr + first * TILE_SIZE + Q_BLOCK)
         rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
-        which = gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
+        place = first_sum + gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
         seen = 0
         for tile in range(first, end, 2):
             # The next tile's fields; past the last tile, those of any tile.
             next_ptr = args.tiles_ptr + (tile + 2) * TILE_SIZE
-            next_block = first_block + gl.load(next_ptr + Q_BLOCK)
             next_rank = gl.load(next_ptr + RANK)
-            next_which = gl.load(next_ptr + SUM)
-            counter_ptr = args.counters_ptr + (block * 2 + which)
-            row = (which * args.blocks + block) * QUERIES
+            next_place = first_sum + gl.load(next_ptr + SUM)
+            counter_ptr = args.counters_ptr + place
+            row = place * QUERIES
             if seen < rank:
                 wait_count(counter_ptr, rank)
             fence_async()
@@ -239,11 +241,10 @@ def _accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
             wait_stores_read()
             mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
             # Read while the stores are under way.
-            seen = read_count(args.counters_ptr + (next_block * 2 + next_which))
+            seen = read_count(args.counters_ptr + next_place)
             wait_stores_and_count(counter_ptr)
-            block = next_block
             rank = next_rank
-            which = next_which
+            place = next_place
             phase = phase ^ 1
         stage = stage ^ ((end - begin) & 1)
         index += 1
@@ -282,14 +283,12 @@ def _issue_product(left, right, GROUP: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
-    """Write dS of a tile to shared memory and return it in 16 bits, and dv with this tile's part.
-
-    dP is in flight.
-    """
+def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
+    """Write dS of a tile to shared memory; return it in 16 bits, and dv with this tile's part."""
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
+    dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
     p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
     if bitmap >= 0:
         p = kept(p, words, QUERIES)
@@ -310,7 +309,7 @@ def _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP: gl.constexpr,
 @gluon.jit
 @no_type_check
 def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.constexpr):
-    """Issue this warpgroup's quarter or half of dQ, and its dK, when both have written dS."""
+    """Issue this warpgroup's half of dQ, and its dK, when both have written dS."""
     D: gl.constexpr = config.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -343,8 +342,8 @@ def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
 def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     """Compute 64 keys' dK and dV, and half of each tile's dQ.
 
-    The tensor cores always have work: S and dP of a tile are issued behind dQ and dK of the one before. An iteration
-    ends where no product is in flight: ptxas would serialise those that are.
+    S of a tile is issued with dQ and dK of the one before: the tensor cores have work while dQ goes to shared memory.
+    An iteration ends where no product is in flight: ptxas would serialise those that are.
     """
     QUERIES: gl.constexpr = config.queries
     D: gl.constexpr = config.width
@@ -369,9 +368,8 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             mbarrier.wait(args.kv_full, kv_phase)
             mbarrier.wait(args.q_full.index(stage), phase)
             s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
-            dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            ds, dv = _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP, config)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             for tile in range(begin + 1, end):
                 bitmap = next_bitmap
                 words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
@@ -381,13 +379,11 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
                 dq = warpgroup_mma_wait(2, deps=(dq,))
                 _send_dq(args, dq, stage, phase, GROUP)
-                dk = warpgroup_mma_wait(1, deps=(dk,))
+                s, dk = warpgroup_mma_wait(0, deps=(s, dk))
                 mbarrier.arrive(args.q_empty.index(stage), count=1)
                 phase = phase ^ stage
                 stage = stage ^ 1
-                dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                ds, dv = _score_gradients(args, s, dp, dv, stage, words, bitmap, GROUP, config)
+                ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
             dq = warpgroup_mma_wait(1, deps=(dq,))
             _send_dq(args, dq, stage, phase, GROUP)
@@ -450,11 +446,11 @@ def backward_kernel(
     v_desc,
     d_out_desc,  # as q_desc
     stats_desc,  # [B * H * blocks of queries, 2 * queries] float32, a row; see `backward_rows_kernel`
-    dq_desc,  # [sums * B * H * blocks of queries * queries, width] float32, 64 rows and 64 columns
+    dq_desc,  # [B * H * sums * queries, width] float32, 64 rows and 64 columns
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
     kv_sums_ptr,  # [B, Hkv, slots, 2, 128, width] float32: sums of dK and dV of several items
-    counters_ptr,  # [1 + 2 * B * H * blocks of queries + 2 * B * Hkv * slots] int32, zero: items that were taken,
+    counters_ptr,  # [1 + B * H * sums + 2 * B * Hkv * slots] int32, zero: items that were taken,
     #                additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
     items_ptr,  # int32 [items, 4], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
     tiles_ptr,  # and the following four: `BackwardLists`
@@ -472,7 +468,7 @@ def backward_kernel(
     mask_b,
     mask_h,
     q_blocks,  # of a head
-    blocks,  # of queries in all, B * H * q_blocks
+    sums,  # of dQ, of a head
     kv_len,
     stride_dk,  # `Strides`
     stride_dv,
@@ -491,9 +487,7 @@ def backward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
-    dq_smem = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES, 64, 64], tile_layout(gl.float32, 64, 64, 2)
-    )
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64, 64], tile_layout(gl.float32, 64, 64, 2))
     stats_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     )
@@ -521,12 +515,13 @@ def backward_kernel(
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
         dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, counters_ptr=counters_ptr + 1,
-        kv_counters_ptr=counters_ptr + 1 + 2 * blocks, items_ptr=items_ptr, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
-        bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
-        d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, items_smem=items_smem,
-        item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty, q_full=q_full, q_empty=q_empty,
-        dq_full=dq_full, dq_empty=dq_empty, items=items, is_split=is_split, slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
-        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, blocks=blocks, kv_len=kv_len,
+        kv_counters_ptr=counters_ptr + 1 + sums * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
+        row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
+        k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
+        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty,
+        q_full=q_full, q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, items=items, is_split=is_split,
+        slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
+        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
     )  # fmt: skip
     gl.warp_specialize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.common import parts_of
 from stof.layout import Layout, LayoutConfig
 from stof.layout.fill.tiles import EVERYTHING, FilledTiles
 
@@ -24,8 +26,8 @@ class TileFields(NamedTuple):
     Attributes:
         q_block: number of its block of queries.
         bitmap: row of `bitmaps`, below 0 for a full tile.
-        rank: how many blocks of keys add to this sum before.
-        sum: which sum of dQ it is added to, 0 or 1.
+        rank: how many blocks of keys add to its sum before.
+        sum: the sum of dQ that it is added to.
     """
 
     q_block: int = 0
@@ -55,8 +57,10 @@ class ItemFields(NamedTuple):
 ITEM = ItemFields()
 # A block of keys is shared by several items if it has more than this share of the tiles that a thread block has in all,
 # and more than this many times the mean.
-_LONG_SHARE, _LONG = 1 / 8, 2
+_LONG_SHARE, _LONG = 1 / 4, 3
 _FEWEST_TILES = 16
+# A part of a block of queries has several sums if more blocks of keys add to it than this many times the mean.
+_CROWDED = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,24 +70,27 @@ class BackwardLists:
     Blocks of keys are work items from the last one on. Each goes through the queries from its diagonal on, and then
     from the first query to the diagonal: there, thread blocks that started at the same time are at the same distance
     from each other, and add to different tiles. After the diagonal they come to a tile in the order in which they
-    started, and before it again, but not from one part to the other. So there are two sums of dQ, one for each part,
-    and in both a block of keys adds after those behind it.
+    started, and before it again, but not from one part to the other. So each block of queries has two sums of dQ, one
+    for each part, and in both a block of keys adds after those behind it. Queries that most blocks of keys see would
+    make these wait for each other; they have several sums for each part.
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         row_block_ptr: int32 `[P * R + 1]`, tiles of block n are `ptr[n] : ptr[n + 1]`.
         tiles: int32 `[T + 2, 4]`, fields as `TileFields`. The last two rows are padding: the kernel loads ahead.
+        sum_ptr: int32 `[P, blocks of queries + 1]`, sums of block n are `ptr[n] : ptr[n + 1]`.
         bitmaps: int32 `[U, 128, 4]`, see `BackwardTiles`.
         row_blocks: R.
         queries: of a tile.
         q_len, kv_len: lengths.
-        sums: 1 if it is known that no tile is before the diagonal, else 2.
+        sums: of a head, in blocks of queries; an upper bound of those that are used.
         counts: int64 `[R]` on the CPU, tiles of each block of keys in the pattern with most; None if not known.
     """
 
     pattern_of: Tensor
     row_block_ptr: Tensor
     tiles: Tensor
+    sum_ptr: Tensor
     bitmaps: Tensor
     row_blocks: int
     queries: int
@@ -91,6 +98,17 @@ class BackwardLists:
     kv_len: int
     sums: int
     counts: Tensor | None = None
+
+
+def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
+    """Return the most tiles of a work item.
+
+    Args:
+        counts: tiles of the blocks of keys.
+        heads, blocks: as for `split_blocks`.
+    """
+    mean = float(counts.double().mean())
+    return math.ceil(max(_LONG * mean, _LONG_SHARE * mean * counts.shape[-1] * heads / blocks, _FEWEST_TILES))
 
 
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
@@ -108,14 +126,13 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
     """
     if lists.counts is None:
         return None
-    counts = lists.counts.double()
-    limit = max(_LONG * float(counts.mean()), _LONG_SHARE * float(counts.sum()) * heads / blocks, _FEWEST_TILES)
-    parts = (counts / limit).ceil().long().clamp(min=1)
+    parts = parts_of(lists.counts, longest_item(lists.counts, heads, blocks))
     if int(parts.max()) == 1:
         return None
     slot = ((parts > 1) | (group > 1)).cumsum(0) - 1
-    rows = [(r, part, int(parts[r]), int(slot[r])) for r in reversed(range(len(parts))) for part in range(int(parts[r]))]
-    return torch.tensor(rows, dtype=torch.int32)
+    blocks_of_keys = reversed(list(enumerate(zip(parts.tolist(), slot.tolist(), strict=True))))
+    items = [(row_block, part, count, at) for row_block, (count, at) in blocks_of_keys for part in range(count)]
+    return torch.tensor(items, dtype=torch.int32)
 
 
 def make_backward_lists(layout: Layout) -> BackwardLists:
@@ -130,15 +147,14 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     left = layout.q_len % KEYS_OF_BLOCK
     of_full = torch.full_like(bitmaps[:1], -1)
     of_full[:, left or KEYS_OF_BLOCK :] = 0
-    ordered = _ordered(
+    tiles, sum_ptr = _ordered(
         layout.row_block_ptr.long(), layout.tile_columns()[:, 0].long() // queries, layout.tile_bitmap.long(),
         len(bitmaps) if left else -1, queries, (layout.kv_len, layout.q_len),
     )  # fmt: skip
-    sums = 1 + int(bool(ordered[:, TILE.sum].any()))
-    tiles = torch.nn.functional.pad(ordered, (0, 0, 0, 2)).int()
     return BackwardLists(
         layout.pattern_of.int().contiguous(), layout.row_block_ptr.int().contiguous(), tiles,
-        torch.cat([bitmaps, of_full]), layout.row_blocks, queries, layout.kv_len, layout.q_len, sums,
+        sum_ptr, torch.cat([bitmaps, of_full]), layout.row_blocks, queries, layout.kv_len, layout.q_len,
+        max(1, int(sum_ptr[:, -1].max())),
         layout.row_block_ptr.diff().view(-1, layout.row_blocks).amax(0).long().cpu(),
     )  # fmt: skip
 
@@ -149,20 +165,20 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
     if left:
         filled.bitmaps[EVERYTHING, left:] = 0
     bitmap = filled.tile_bitmap[: filled.tiles].long()
-    tiles = _ordered(
+    tiles, sum_ptr = _ordered(
         filled.row_block_ptr.long(), filled.columns[: filled.tiles, 0].long() // queries,
         torch.where(bitmap == EVERYTHING, -1, bitmap), EVERYTHING if left else -1, queries, (q_len, kv_len),
     )  # fmt: skip
     return BackwardLists(
-        filled.pattern_of, filled.row_block_ptr, torch.nn.functional.pad(tiles, (0, 0, 0, 2)).int(), filled.bitmaps,
-        filled.row_blocks, queries, q_len, kv_len, sums=2,
+        filled.pattern_of, filled.row_block_ptr, tiles, sum_ptr, filled.bitmaps, filled.row_blocks, queries, q_len,
+        kv_len, _most_sums(-(-q_len // queries)),
     )  # fmt: skip
 
 
 def _ordered(
     row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, of_ragged: int, queries: int, lengths: tuple[int, int]
-) -> Tensor:
-    """Tiles in the order in which thread blocks go through them, int64 `[T, 4]`; nothing waits for the device.
+) -> tuple[Tensor, Tensor]:
+    """`tiles` and `sum_ptr` of `BackwardLists`; nothing waits for the device.
 
     Args:
         row_block_ptr: int64 `[P * R + 1]`.
@@ -181,13 +197,26 @@ def _ordered(
     bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), of_ragged, bitmap)
     diagonal = row_block * (KEYS_OF_BLOCK * q_len) // (kv_len * queries)
     of_sum = (q_block < diagonal).long()
-    # Those that add to one sum, from the last row block on.
+    # Those that add to one part of a block of queries, from the last row block on.
     place = (pattern * q_blocks + q_block) * 2 + of_sum
     in_turn = torch.argsort(place * row_blocks + row_blocks - 1 - row_block)
-    adding = torch.zeros((len(row_block_ptr) - 1) // row_blocks * q_blocks * 2, dtype=torch.int64, device=place.device)
+    patterns = (len(row_block_ptr) - 1) // row_blocks
+    adding = torch.zeros(patterns * q_blocks * 2, dtype=torch.int64, device=place.device)
     adding.scatter_add_(0, place, torch.ones_like(place))
     first = adding.cumsum(0) - adding
     steps = torch.arange(count, device=place.device)
-    rank = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
-    tiles = torch.stack([q_block, bitmap, rank, of_sum], 1)
-    return tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
+    turn = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
+    # Neighbours, which run at the same time, add to different sums.
+    most = max(_CROWDED * count // (patterns * q_blocks), _FEWEST_TILES)
+    sums = (adding + most - 1) // most
+    end = sums.view(patterns, -1).cumsum(1)
+    number_of_sum = (end.flatten() - sums)[place] + turn % sums[place]
+    tiles = torch.stack([q_block, bitmap, turn // sums[place], number_of_sum], 1)
+    tiles = tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
+    pad = torch.nn.functional.pad
+    return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous()
+
+
+def _most_sums(q_blocks: int) -> int:
+    """An upper bound of a head's sums: both parts of each block of queries, and one for every `most` tiles."""
+    return 2 * q_blocks + -(-q_blocks // _CROWDED)

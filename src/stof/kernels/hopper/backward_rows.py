@@ -67,33 +67,36 @@ def backward_rows_kernel(
 @triton.jit
 @no_type_check
 def convert_dq_kernel(
-    sums_ptr,  # [SUMS, B * H * blocks of queries, ROWS, BLOCK_D] float32
-    counters_ptr,  # int32: how many items were taken, and [B * H * blocks of queries, 2] that added to each sum
+    sums_ptr,  # [B, H, sums, ROWS, BLOCK_D] float32
     dq_ptr,  # [B, H, Sq, D]
+    sum_ptr,  # [patterns, blocks of queries + 1], see `BackwardLists`
+    pattern_of_ptr,
     stride,  # `Strides`; columns are contiguous
     heads,
     q_len,
     q_blocks,
-    blocks,
+    sums,
+    mask_b,
+    mask_h,
     scale,
-    SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Write dQ of a block of queries: its sums, times the scale. A sum that no thread block added to is not read."""
+    """Write dQ of a block of queries: its sums, added in order, times the scale."""
     launch_next_and_wait(USE_PDL)
     block = tl.program_id(0)
     group = block // q_blocks
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     row = (block % q_blocks) * ROWS + r
     mask = (row < q_len)[:, None] & (d < HEAD_DIM)[None, :]
+    pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
+    sum_ptr += pattern * (q_blocks + 1) + block % q_blocks
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for which in tl.static_range(SUMS):
-        some = tl.load(counters_ptr + 1 + block * 2 + which) > 0
-        at = (which * blocks + block).to(tl.int64) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-        acc += tl.load(sums_ptr + at, mask=mask & some, other=0.0)
+    for n in range(tl.load(sum_ptr), tl.load(sum_ptr + 1)):
+        at = (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+        acc += tl.load(sums_ptr + at, mask=mask, other=0.0)
     b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
     tl.store(base + d[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)
