@@ -11,6 +11,7 @@ from torch import Tensor
 
 import stof
 from stof import LayoutConfig, masks
+from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.backward_lists import LAYOUTS, make_backward_lists
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
 from stof.layout import build_layout
@@ -66,10 +67,11 @@ def bound(call: dict[str, Any], queries: int, needs: NeedsGrad = BOTH) -> tuple[
     transposed = as_mask(keep.transpose(2, 3).contiguous())
     sizes = {"batch": batch, "heads": heads, "device": torch.device("cuda", 0)}
     layout = build_layout(transposed, k.shape[2], q_len, LayoutConfig(128, queries), **sizes)
-    out, lse = reference_attention(*(x.double() for x in (q, k, v)), keep, scale=call["scale"])
+    sinks = call["sinks"].cuda() if "sinks" in call else None
+    out, lse = reference_attention(*(x.double() for x in (q, k, v)), keep, scale=call["scale"], sinks=sinks)
     d_lse = call["d_lse"].cuda() if "d_lse" in call else None
-    arguments = [q, k, v, out.to(q.dtype), lse.float(), d_out, d_lse, None, None]
-    options = Options(call["scale"], 0.0)
+    arguments = [q, k, v, out.to(q.dtype), lse.float(), d_out, d_lse, None, sinks]
+    options = Options(call["scale"], 0.0, sinks=sinks)
     return bind_backward(q, k, v, arguments[3], d_out, d_lse, make_backward_lists(layout), options, needs), arguments
 
 
@@ -125,6 +127,15 @@ def test_strides_addresses_and_gradients_of_lse(memory: str) -> None:
     attend, _ = bound({**call, **dict(zip("qkv", moved, strict=True))}, 128)
     of_moved = attend(*moved, *arguments[3:])
     assert_gradients(Gradients(*[x if x is None else x.cpu() for x in of_moved]), call)
+
+
+@pytest.mark.parametrize(("head_dim", "queries"), [(128, 64), (64, 128)])
+def test_sinks(head_dim: int, queries: int) -> None:
+    call = random_call("groups", "window", head_dim, torch.bfloat16) | {"sinks": torch.randn(8) * 3}
+    attend, arguments = bound(call, queries, NeedsGrad(sinks=True))
+    assert_gradients(Gradients(*[x if x is None else x.cpu() for x in attend(*arguments)]), call)
+    with pytest.raises(UnfitLayoutError, match="both the log-sum-exp and sinks"):
+        bound(call | {"d_lse": torch.randn(2, 8, 640)}, queries)
 
 
 def test_gradients_that_are_not_wanted() -> None:

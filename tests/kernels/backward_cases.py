@@ -176,9 +176,11 @@ def hopper_backward_launches() -> Iterator[tuple[str, Recorded]]:
         q, out = (torch.empty(1, HEADS, Q_LEN, head_dim, dtype=dtype) for _ in range(2))
         k = torch.empty(1, HEADS // 2, KV_LEN, head_dim, dtype=dtype)
         lse, record = torch.empty(1, HEADS, Q_LEN), Recorded()
+        sinks = torch.empty(HEADS) if head_dim == 64 else None
+        options, needs = Options(0.1, 0.0, sinks=sinks), NeedsGrad(sinks=sinks is not None)
         with mock.patch.object(hopper_backward, "Launch", record.make):
-            bound = hopper_backward.bind_backward(q, k, k, out, out, None, lists, Options(0.1, 0.0), NeedsGrad())
-            bound(q, k, k, out, lse, out, None, None, None)
+            bound = hopper_backward.bind_backward(q, k, k, out, out, None, lists, options, needs)
+            bound(q, k, k, out, lse, out, None, None, sinks)
         name = f"{str(dtype).removeprefix('torch.')} D {head_dim} {layout.block_m}x{layout.block_n}"
         yield from ((f"{launch.given[0].__name__} {name}", launch) for launch in record.made)
 

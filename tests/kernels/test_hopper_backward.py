@@ -218,13 +218,15 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
 
     keep = data.draw(drawn_masks(200))
     batch, heads, q_len, kv_len = keep.shape
-    head_dim, has_d_lse = data.draw(st.sampled_from([16, 40])), data.draw(st.booleans())
+    head_dim, option = data.draw(st.sampled_from([16, 40])), data.draw(st.sampled_from(["", "lse", "sinks"]))
     inputs = make_inputs(batch=batch, heads=heads, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
     q, k, v = inputs.qkv
     call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": 0.3, "keep": keep}
-    d_lse = torch.randn(batch, heads, q_len) if has_d_lse else None
+    d_lse = torch.randn(batch, heads, q_len) if option == "lse" else None
+    sinks = torch.randn(heads) * 3 if option == "sinks" else None
     lists = lists_of(keep, queries)
-    out, lse = reference_attention(q, k, v, keep, scale=0.3)
+    out, lse = reference_attention(q, k, v, keep, scale=0.3, sinks=sinks)
+    of_sinks = torch.full((batch, heads, -(-q_len // queries) * queries), torch.nan)
     blocks = batch * heads * -(-q_len // queries)
     stats, counters = (
         torch.full((blocks * 2 * queries,), torch.nan),
@@ -233,9 +235,10 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
     sums, dq = torch.full((batch * heads * lists.sums * queries, 64), torch.nan), torch.full_like(q, torch.nan)
     sizes = heads, q_len, -(-q_len // queries)
     stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
+    given = [lse.float() if x is None else x for x in (d_lse, sinks)]
     backward_rows_kernel[(blocks,)](
-        out, call["d_out"], lse.float(), lse.float() if d_lse is None else d_lse, stats, counters, stride_out,
-        stride_d_out, *sizes, len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, has_d_lse, False,
+        out, call["d_out"], lse.float(), *given, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
+        len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, option == "lse", option == "sinks", False,
     )  # fmt: skip
     assert not counters.any()
     dk, dv = computed(lists, call, stats, sums)
@@ -244,8 +247,10 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
         sums, dq, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, lists.sums,
         mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, 64, False,
     )  # fmt: skip
-    expected = expected_gradients(call | ({} if d_lse is None else {"d_lse": d_lse}))
-    for made, name in ((dq, "q"), (dk, "k"), (dv, "v")):
+    options = {"d_lse": d_lse, "sinks": sinks}
+    expected = expected_gradients(call | {name: x for name, x in options.items() if x is not None})
+    made_sinks = [] if sinks is None else [(-of_sinks.sum((0, 2)), "sinks")]
+    for made, name in ((dq, "q"), (dk, "k"), (dv, "v"), *made_sinks):
         torch.testing.assert_close(made, getattr(expected, name).to(made.dtype), rtol=1e-4, atol=1e-4)
 
 
@@ -261,7 +266,7 @@ def test_it_is_chosen_where_its_estimate_is_lower() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"has_bias": True}, {"has_softcap": True}, {"has_sinks": True}, {"has_dropout": True},
+    "changes", [{"has_bias": True}, {"has_softcap": True}, {"has_dropout": True},
                 {"head_dim": 256, "value_dim": 256}, {"value_dim": 64}, {"compute_capability": (10, 0)}],
     ids=str,
 )  # fmt: skip

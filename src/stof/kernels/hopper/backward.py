@@ -60,6 +60,9 @@ def bind_backward(
     Arguments, result and errors as for `stof.kernels.triton.backward.bind_backward`. dQ is summed in float32:
     `lists.sums` times twice the memory of q, padded to heads of 64 or 128.
     """
+    if options.sinks is not None and d_lse is not None:
+        # Its part of dS has the weights without sinks, and the kernel computes the others.
+        raise UnfitLayoutError("the Hopper backward kernel has no gradients of both the log-sum-exp and sinks")
     if (q.shape[2], k.shape[2]) != (lists.q_len, lists.kv_len):
         raise UnfitLayoutError(
             f"lists for lengths {lists.q_len} and {lists.kv_len} do not serve {q.shape[2]}, {k.shape[2]}"
@@ -72,11 +75,14 @@ def bind_backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
         bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None,
     ) -> Gradients:  # fmt: skip
-        del bias, sinks, seed
+        del bias, seed
         inputs = [_readable(x, copy) for x, copy in zip((q, k, v, d_out), copied, strict=True)]
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        kernels(inputs, _dense_rows(out), lse, d_lse, dq, dk, dv)
-        return Gradients(dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None, None, None)
+        d_sinks = kernels(inputs, _dense_rows(out), lse, d_lse, sinks, dq, dk, dv)
+        return Gradients(
+            dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None, None,
+            d_sinks if needs.sinks else None,
+        )  # fmt: skip
 
     return call
 
@@ -112,7 +118,7 @@ class _Kernels:
         items, slots = lists.row_blocks, lists.row_blocks if heads > kv_heads else 0
         if split is not None:
             items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
-        self.stats = (blocks, 2 * queries)
+        self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
         self.counters = 1 + batch * heads * lists.sums + 2 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
         self.sums = (batch * heads * lists.sums * queries, width)
@@ -123,7 +129,8 @@ class _Kernels:
         launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
         self.rows = launch(
             backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes, self.counters),
-            (triton.next_power_of_2(-(-self.counters // blocks)), queries, head_dim, width, has_d_lse, pdl),
+            (triton.next_power_of_2(-(-self.counters // blocks)), queries, head_dim, width, has_d_lse,
+             options.sinks is not None, pdl),
         )  # fmt: skip
         mask_batch, mask_heads = lists.pattern_of.shape
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
@@ -150,13 +157,17 @@ class _Kernels:
         )  # fmt: skip
 
     def __call__(
-        self, inputs: list[Tensor], out: Tensor, lse: Tensor, d_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> None:
-        """Compute the gradients of `inputs`: q, k, v and d_out."""
+        self, inputs: list[Tensor], out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None, dq: Tensor,
+        dk: Tensor, dv: Tensor,
+    ) -> Tensor | None:  # fmt: skip
+        """Compute dq, dk and dv, and return the gradient of the sinks; `inputs` are q, k, v and d_out."""
         d_lse = None if d_lse is None else d_lse.float().contiguous()
         stats, sums = lse.new_empty(self.stats), lse.new_empty(self.sums)
         counters = torch.empty(self.counters, dtype=torch.int32, device=lse.device)
-        self.rows(out, inputs[3], lse, lse if d_lse is None else d_lse, stats, counters)
+        of_sinks = lse if sinks is None else lse.new_empty(self.of_sinks)
+        given = [lse if x is None else x for x in (d_lse, sinks)]
+        self.rows(out, inputs[3], lse, *given, of_sinks, stats, counters)
         kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
         self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
         self.convert(sums, dq)
+        return None if sinks is None else -of_sinks.sum((0, 2)).to(sinks.dtype)

@@ -19,6 +19,8 @@ def backward_rows_kernel(
     d_out_ptr,  # [B, H, Sq, D]
     lse_ptr,  # [B, H, Sq] float32, contiguous, as d_lse
     d_lse_ptr,
+    sinks_ptr,  # [H]
+    of_sink_ptr,  # [B * H * blocks of queries, ROWS] float32: minus the row's gradient of its sink
     stats_ptr,  # [B * H * blocks of queries, 2, ROWS] float32: lse, delta
     counters_ptr,  # int32 [counters], at most COUNTERS a program
     stride_out,  # `Strides`; columns are contiguous
@@ -32,11 +34,13 @@ def backward_rows_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_D_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Write lse in units of log 2 and `delta = rowsum(d_out * out) - d_lse` of a block of queries; clear counters.
 
-    lse is +inf where a row keeps nothing or does not exist: its weights are 0 then.
+    lse is +inf where a row keeps nothing or does not exist: its weights are 0 then. It counts the sink, whose gradient
+    is `-weight * delta`. With a sink there is no d_lse.
     """
     launch_next_and_wait(USE_PDL)
     block = tl.program_id(0)
@@ -57,6 +61,12 @@ def backward_rows_kernel(
     if HAS_D_LSE:
         d_lse = tl.load(d_lse_ptr + group.to(tl.int64) * q_len + row, mask=ok, other=0.0)
         delta -= tl.where(some, d_lse, 0.0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + group % heads).to(tl.float32)
+        of_sink = tl.where(some, delta / (1.0 + tl.exp2((lse - sink) * LOG2E)), 0.0)
+        tl.store(of_sink_ptr + block.to(tl.int64) * ROWS + r, of_sink)
+        most = tl.maximum(lse, sink)
+        lse = most + tl.log(tl.exp2((lse - most) * LOG2E) + tl.exp2((sink - most) * LOG2E))
     stats = stats_ptr + block.to(tl.int64) * (2 * ROWS) + r
     tl.store(stats, tl.where(some, lse * LOG2E, float("inf")))
     tl.store(stats + ROWS, delta)
