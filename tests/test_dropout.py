@@ -248,7 +248,8 @@ def test_explained() -> None:
     refusals = {one.name: one.refusals for one in stof.explain(q, k, v, MASK, dropout_p=P)}
     for name, implementation in IMPLEMENTATIONS.items():
         assert ("no dropout" in refusals[name]) != implementation.capabilities.dropout
-        assert implementation.backward is None or implementation.backward.capabilities.dropout
+        backward = implementation.backward
+        assert backward is None or backward.capabilities.dropout == implementation.capabilities.dropout
     with pytest.raises(ArgumentError, match="from 0 to below 1"):
         stof.explain(q, k, v, MASK, dropout_p=2.0)
 

@@ -67,6 +67,27 @@ def test_sequences_are_kept_apart(name: str, mask: str) -> None:
         torch.testing.assert_close(_out(model, call | more)[valid], want[valid], atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("name", BUILDS)
+def test_boundaries_of_flattened_batches(name: str, positions: bool) -> None:
+    """As transformers' collator makes them. Models whose positions count from the start of the row need positions."""
+    model, lengths = hf.enable(BUILDS[name]()), _lengths()
+    ids = torch.randint(1, models.VOCABULARY, (1, WIDTH))
+    texts = [{"input_ids": part[0].tolist()} for part in ids.split(lengths, 1)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=positions)
+    call = collate(texts, return_tensors="pt")
+    call.pop("labels")
+    if not positions and name in ("bert", "gpt2"):
+        with pytest.raises(UnsupportedError, match="cannot run packed sequences"):
+            _out(model, call)
+        return
+    want = _alone(model, {"input_ids": ids}, [lengths])
+    torch.testing.assert_close(_out(model, call), want, atol=2e-5, rtol=1e-5)
+    padded = torch.tensor([[1] * (WIDTH - lengths[-1]) + [0] * lengths[-1]])
+    valid = padded.bool()
+    torch.testing.assert_close(_out(model, call | {"attention_mask": padded})[valid], want[valid], atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mask", ["none", "ones", "padding"])
 @pytest.mark.parametrize("name", BUILDS)

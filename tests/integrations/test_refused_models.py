@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stof import masks
-from stof.errors import ArgumentError, StofError, UnsupportedError
+from stof.errors import ArgumentError, MaskError, ShapeError, StofError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -228,12 +228,27 @@ def test_unknown_arguments_of_layers() -> None:
 
 
 def test_boundaries_of_flash_attention_are_refused() -> None:
-    """They keep sequences apart that nothing else may tell apart."""
+    """Where one of the two is given, or a layer is called: nothing else may tell sequences apart."""
     model = hf.enable(models.llama())
     ids, bounds = torch.randint(3, 60, (1, 12)), torch.tensor([0, 5, 12], dtype=torch.int32)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         with pytest.raises(UnsupportedError, match=rf"{name}.*position_ids"):
             model(ids, **{name: bounds})
+    both = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    with pytest.raises(UnsupportedError, match=r"cu_seq_lens_q.*position_ids"):
+        model.model.forward(ids, **both)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"cu_seq_lens_q.*position_ids"):
+        torch.compile(model, backend="eager")(ids, **both)
+    for changed, error in (
+        ({"input_ids": ids.expand(2, -1)}, "one row"),
+        ({"cu_seq_lens_k": torch.tensor([0, 6, 12])}, "the same boundaries"),
+        ({"past_key_values": transformers.DynamicCache()}, "no cache"),
+    ):
+        with pytest.raises(UnsupportedError, match=error):
+            model(**({"input_ids": ids} | both | changed))
+    for wrong in ([0, 5, 11], [0, 7, 5, 12], [1, 5, 12]):
+        with pytest.raises((ShapeError, MaskError)):
+            model(ids, **dict.fromkeys(both, torch.tensor(wrong)))
 
 
 def test_paged_caches_are_refused() -> None:

@@ -51,7 +51,7 @@ def attention_forward(
 
     Raises:
         UnsupportedError: attention weights, or something else is asked for that stof does not read: a layer's own
-            choice of keys, sequence boundaries (`cu_seq_lens_*`), a paged cache.
+            choice of keys, sequence boundaries (`cu_seq_lens_*`) that the model's hook has not read, a paged cache.
         ArgumentError: a dropout outside 0 to below 1.
         ShapeError: a mask tensor that is not 4-D, or a mask made for other lengths.
 

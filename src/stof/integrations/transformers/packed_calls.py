@@ -28,6 +28,9 @@ from stof.runtime.private import is_exporting
 
 # Arguments of models that hold earlier tokens: the second since transformers 5.24, which still accepts the first.
 _CACHE = ("past_key_values", "cache")
+# Of flattened batches: where the sequences of queries and of keys begin, and the longest of them.
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
+_FLATTENED = (*_BOUNDARIES, "max_length_q", "max_length_k")
 _CALL_INFO = "_stof_called"
 _CAPTURED = "_stof_captured"
 _NUMBERED = (
@@ -135,7 +138,13 @@ def before_forward(
         if called.is_inner or not tracing:
             _refuse_numbered_mask(arguments, tracing)
         if packed is None:
-            packed = _mask_of_positions(called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False))
+            packed = _mask_of_boundaries(called.takes_mask, arguments, tracing)
+            if packed is None:
+                packed = _mask_of_positions(called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False))
+            else:  # layers refuse boundaries that this function has not read
+                for name in _FLATTENED:
+                    arguments.pop(name, None)
+                kwargs = {name: value for name, value in kwargs.items() if name not in _FLATTENED}
             mask = _mask_of_whole_rows(arguments) if packed is None and called.hands_mask_on else packed
             changed = {} if mask is None else {"attention_mask": mask}
     if packed is not None and (packed.is_packed or tracing):
@@ -219,6 +228,37 @@ def _mask_of_whole_rows(arguments: dict[str, Any]) -> ModelMask | None:
         return None
     rows, width = tokens.shape[:2]
     return ModelMask(FULL, (rows, 1, width, width), includes_model_mask=False)
+
+
+def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bool) -> ModelMask | None:
+    """The mask of a flattened batch, from the boundaries that FlashAttention reads; None where none can be read.
+
+    Raises:
+        ShapeError: boundaries of another number of tokens.
+        MaskError: boundaries that decrease, or do not begin at 0.
+        UnsupportedError: several rows, a cache, other boundaries of keys than of queries, or a model without an
+            `attention_mask`.
+    """
+    (ends, kv_ends), tokens = (arguments.get(name) for name in _BOUNDARIES), _tokens(arguments)
+    valid = arguments.get("attention_mask")
+    if not isinstance(ends, Tensor) or not isinstance(kv_ends, Tensor) or tokens is None:
+        return None
+    if _cannot_read(ends, tracing) or not (valid is None or (isinstance(valid, Tensor) and valid.ndim == 2)):
+        return None
+    rows, width = tokens.shape[:2]
+    alike = ends is kv_ends or torch.equal(ends, kv_ends)
+    if rows != 1 or cache_of(arguments) is not None or not alike or not takes_mask:
+        raise UnsupportedError(
+            f"{' and '.join(_BOUNDARIES)} are read of a flattened batch: one row of tokens, the same boundaries for "
+            "queries and keys, no cache, and a model that takes an attention_mask; pass the padded batch",
+            {},
+        )
+    mask = documents(cu_seqlens=ends.tolist())
+    mask.check(width, width)
+    if valid is not None:
+        ids = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff().cpu())
+        mask = documents(torch.where(valid[0, -width:].cpu().bool(), ids, -1))
+    return ModelMask(mask, (1, 1, width, width), includes_model_mask=False)
 
 
 def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: bool, captured: bool) -> ModelMask | None:

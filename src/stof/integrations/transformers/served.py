@@ -20,9 +20,13 @@ _READ = {
     "output_attentions", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k", "deterministic",
 }  # fmt: skip
+_NO_BOUNDARIES = (
+    "where it is given to a layer, alone or in compiled code; give position_ids that begin anew at every sequence, or "
+    "stof's pack(), and leave cu_seq_lens out"
+)
 _REFUSED = {
-    "cu_seq_lens_q": "give position_ids that begin anew at every sequence, or stof's pack(), and leave cu_seq_lens out",
-    "cu_seq_lens_k": "give position_ids that begin anew at every sequence, or stof's pack(), and leave cu_seq_lens out",
+    "cu_seq_lens_q": _NO_BOUNDARIES,
+    "cu_seq_lens_k": _NO_BOUNDARIES,
     "cache": 'generate without continuous batching, or call model.set_attn_implementation("sdpa")',
 }
 _NAME = "stof"
