@@ -13,7 +13,15 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
-from stof.kernels.hopper.backward_lists import ITEM, LAYOUTS, TILE, BackwardLists, make_backward_lists, split_blocks
+from stof.kernels.hopper.backward_lists import (
+    ITEM,
+    LAYOUTS,
+    TILE,
+    BackwardLists,
+    _most_sums,
+    make_backward_lists,
+    split_blocks,
+)
 from stof.layout import build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -91,6 +99,16 @@ def test_thread_blocks_wait_only_for_those_that_started_before(keep: Tensor, que
             added[place] = added.get(place, 0) + 1
         assert sorted(added) == list(range(last[-1]))
         assert last[-1] <= lists.sums
+
+
+@pytest.mark.parametrize("crowded", [0, 1, 37, 64])
+def test_sums_fit_where_their_number_is_not_read(crowded: int) -> None:
+    """In lists that the device fills: also of heads that see much more than others, and of queries that see most."""
+    rows = torch.arange(4096)
+    near = (rows[:, None] - rows).abs() < 200
+    heads = [torch.ones(4096, 4096, dtype=torch.bool), near, near & (rows < 99), near | (rows[:, None] < 64 * crowded)]
+    lists = lists_of(torch.stack(heads)[None], 64)
+    assert int(lists.sum_ptr[:, -1].max()) <= _most_sums(64)
 
 
 def test_queries_that_all_keys_see_have_several_sums() -> None:

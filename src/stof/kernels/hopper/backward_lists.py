@@ -207,9 +207,11 @@ def _ordered(
     steps = torch.arange(count, device=place.device)
     turn = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
     # Neighbours, which run at the same time, add to different sums.
-    most = max(_CROWDED * count // (patterns * q_blocks), _FEWEST_TILES)
+    adding = adding.view(patterns, -1)
+    most = ((_CROWDED * adding.sum(1, keepdim=True) + q_blocks - 1) // q_blocks).clamp(min=_FEWEST_TILES)
     sums = (adding + most - 1) // most
-    end = sums.view(patterns, -1).cumsum(1)
+    end = sums.cumsum(1)
+    sums = sums.flatten()
     number_of_sum = (end.flatten() - sums)[place] + turn % sums[place]
     tiles = torch.stack([q_block, bitmap, turn // sums[place], number_of_sum], 1)
     tiles = tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
@@ -218,5 +220,5 @@ def _ordered(
 
 
 def _most_sums(q_blocks: int) -> int:
-    """An upper bound of a head's sums: both parts of each block of queries, and one for every `most` tiles."""
+    """An upper bound of a head's sums, see `_ordered`: one for each part of a block, and one for every `most` tiles."""
     return 2 * q_blocks + -(-q_blocks // _CROWDED)
