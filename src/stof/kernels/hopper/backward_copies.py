@@ -33,7 +33,7 @@ TILE_SIZE = gl.constexpr(len(TILE))
 ROW_BLOCK, PART, PARTS, SLOT = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
 # What is added to a work item in shared memory, and how many items there is room for, 32 fields each.
-HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
+BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
 
 # What all warps read.
@@ -84,11 +84,12 @@ def producer(args, config: gl.constexpr):
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
     lane = lane_number()
     count = args.all_heads * args.items
-    # Thread blocks at work, over the mean number of tiles of an item: see `BackwardLists`.
-    tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
-    at_once = gl.num_programs(0) * args.patterns * args.row_blocks + tiles - 1
-    at_once = (at_once // tiles + args.heads_per_group - 1) // args.heads_per_group * args.heads_per_group
-    at_once = gl.minimum(gl.maximum(at_once, args.heads_per_group), args.all_heads)
+    # Heads at once: thread blocks over the mean number of tiles of a block of keys, in whole groups of heads. A sum of
+    # dQ is then waited for by fewer thread blocks than an item has tiles.
+    total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
+    heads_at_once = (gl.num_programs(0) * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
+    group = args.heads_per_group
+    heads_at_once = gl.minimum((gl.maximum(heads_at_once, 1) + group - 1) // group * group, args.all_heads)
     # A ticket, because the hardware does not promise to start thread blocks in order.
     ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
     index = 0
@@ -96,8 +97,8 @@ def producer(args, config: gl.constexpr):
     phase = 1
     kv_phase = 1
     while ticket < count:
-        first_head = ticket // (at_once * args.items) * at_once
-        heads = gl.minimum(at_once, args.all_heads - first_head)
+        first_head = ticket // (heads_at_once * args.items) * heads_at_once
+        heads = gl.minimum(heads_at_once, args.all_heads - first_head)
         place = ticket - first_head * args.items
         row_block = args.items - 1 - place // heads
         part = 0
@@ -118,7 +119,7 @@ def producer(args, config: gl.constexpr):
         begin = first + tiles * part // parts
         end = first + tiles * (part + 1) // parts
         mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
-        field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, gl.where(lane == HEAD, bh, row_block)))
+        field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, gl.where(lane == BATCH_HEAD, bh, row_block)))
         field = gl.where(lane == PART, part, gl.where(lane == PARTS, parts, gl.where(lane == SLOT, slot, field)))
         _send_item(args, index, field)
         for tile in range(begin, end):
@@ -160,7 +161,7 @@ def accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
     phase = 0
     begin, end = wait_item(args, 0, 1)
     while begin >= 0:
-        first_sum = item_field(args, index, HEAD, 1) * args.sums
+        first_sum = item_field(args, index, BATCH_HEAD, 1) * args.sums
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         first = begin + (stage ^ STAGE)
         rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)

@@ -4,8 +4,10 @@ A thread block keeps K and V of 128 keys in shared memory, dK and dV in the regi
 keys each. It goes through the tiles of the transposed layout: 64 or 128 queries, some of which see one of its keys.
 Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV and dK, which may be in registers.
 
-    S = K Q^T          P = exp2(scale * S - lse)         dV += P dO
-    dP = V dO^T        dS = P * (dP - delta)             dK += dS Q         dQ = dS^T K
+    S = K Q^T          P = exp2(scale * log2(e) * S - lse)      dV += P dO
+    dP = V dO^T        dS = P * (dP - delta)                    dK += dS Q         dQ = dS^T K
+
+lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored.
 
 dQ needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ: half of the columns, or
 at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, one those of even tiles, one of odd tiles.
@@ -14,9 +16,10 @@ Thread blocks are persistent. A work item is a block of keys and a query head, o
 keys, because query heads share a key head or because the block is split, add their dK and dV to float32 sums one after
 another; the last one stores the result.
 
-Equal calls give equal bits, because items add to a sum in a fixed order. A counter says how many have added. The `rank`
-of an item is the number of those that come before it; the first one stores, so nothing has to be cleared. Work items
-are taken by tickets, and those that come before an item in the order of addition also have earlier tickets
+Equal calls give equal bits, because contributions to a sum are added in a fixed order: those to dQ come from tiles,
+those to dK and dV from items. Each sum has a counter of the contributions that are complete. The rank of a contribution
+is the number of those before it. Rank 0 overwrites the sum, so sums need not be cleared; counters are zero at first.
+Work items are taken by tickets, and an item comes after all those whose contributions its own ones follow
 (`backward_lists.py`): a thread block waits only for items that others have started, so all of them end, whatever the
 number of multiprocessors.
 
@@ -54,8 +57,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.kernels.hopper.backward_copies import (
+    BATCH_HEAD,
     BITMAP,
-    HEAD,
     ITEM_STAGES,
     KEYS,
     PART,
@@ -130,7 +133,8 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
     if bitmap >= 0:
         ds = kept(ds, words, QUERIES)  # what is dropped may be NaN, and 0 * NaN is NaN
     ds = ds.to(dtype)
-    # Two stages: when both warpgroups are past the barrier that follows, dQ of the previous tile is computed.
+    # Two stages: both warpgroups finish dQ of the previous tile before the barrier that follows, so the next tile may
+    # overwrite its dS.
     args.ds_smem.index(stage).slice(GROUP * 64, 64, dim=0).store(ds)
     # P leaves its registers before dQ and the next S take theirs.
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -192,7 +196,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
         if begin < end:
-            # The bitmap of a tile is loaded a tile ahead, its number two.
+            # Words of a bitmap are loaded before dQ and dK of the tile before, their number an iteration earlier.
             bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
@@ -238,7 +242,7 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
     layout: gl.constexpr = dk.type.layout
     dtype: gl.constexpr = args.q_smem.dtype
     row_block = item_field(args, index, ROW_BLOCK, 4)
-    bh = item_field(args, index, HEAD, 4)
+    bh = item_field(args, index, BATCH_HEAD, 4)
     kv_head = bh // args.heads_per_group
     adding = args.heads_per_group * item_field(args, index, PARTS, 4)
     rank = args.heads_per_group * item_field(args, index, PART, 4) + bh % args.heads_per_group
@@ -284,7 +288,7 @@ def backward_kernel(
     counters_ptr,  # [1 + B * H * sums + 2 * B * Hkv * slots] int32, zero: items that were taken,
     #                additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
     items_ptr,  # int32 [items, 4], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
-    tiles_ptr,  # and the following four: `BackwardLists`
+    tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,

@@ -55,24 +55,25 @@ class ItemFields(NamedTuple):
 
 
 ITEM = ItemFields()
-# A block of keys is shared by several items if it has more than this share of the tiles that a thread block has in all,
-# and more than this many times the mean.
-_LONG_SHARE, _LONG = 1 / 4, 3
-_FEWEST_TILES = 16
-# A part of a block of queries has several sums if more blocks of keys add to it than this many times the mean.
+# A block of keys is split above the largest of: so many times the mean number of tiles, this share of the tiles that a
+# thread block has in all, and `_FEWEST_TILES`.
+_LONG, _LONG_SHARE = 3, 1 / 4
+# So many tiles at most add to a sum of dQ, times the mean number of tiles of a block of queries in its pattern; or
+# `_FEWEST_TILES`, if that is more.
 _CROWDED = 2
+_FEWEST_TILES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardLists:
     """The transposed layout of `P` patterns with `R` blocks of keys each, and `T` tiles.
 
-    Blocks of keys are work items from the last one on. Each goes through the queries from its diagonal on, and then
-    from the first query to the diagonal: there, thread blocks that started at the same time are at the same distance
-    from each other, and add to different tiles. After the diagonal they come to a tile in the order in which they
-    started, and before it again, but not from one part to the other. So each block of queries has two sums of dQ, one
-    for each part, and in both a block of keys adds after those behind it. Queries that most blocks of keys see would
-    make these wait for each other; they have several sums for each part.
+    Blocks of keys are taken from the last one on. Each begins at the block of queries at its own relative position, the
+    diagonal, goes on to the last query, and then from the first query to the diagonal: thread blocks that started at
+    the same time are always at different queries. In both parts, later blocks of keys come to a tile first, but not
+    from one part to the other. So each block of queries has sums of dQ for each part, and later blocks of keys add
+    first. Queries that most blocks of keys see would make these wait for each other; they have several sums for each
+    part.
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
@@ -183,8 +184,8 @@ def _ordered(
     Args:
         row_block_ptr: int64 `[P * R + 1]`.
         q_block, bitmap: int64 `[T]`, fields of the tiles of the layout, row block by row block.
-        of_ragged: the bitmap that full tiles of the last row block get, -1 for none: keys past the end are zeros in
-            shared memory, and their scores would count.
+        of_ragged: the bitmap that full tiles of the last row block get, -1 for none. Keys past the end are zeros in
+            shared memory; without a bitmap their P = exp2(-lse) may overflow, and inf * 0 would make dQ NaN.
         queries: of a tile.
         lengths: q_len and kv_len.
     """
