@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
+from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_lists import (
     ITEM,
     LAYOUTS,
@@ -22,6 +24,7 @@ from stof.kernels.hopper.backward_lists import (
     make_backward_lists,
     split_blocks,
 )
+from stof.kernels.implementation import NeedsGrad, Options
 from stof.layout import build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
@@ -39,9 +42,23 @@ CALL = CallSpec("cuda", torch.bfloat16, 128, 128, 32, 32, q_len=8192, kv_len=819
 
 @st.composite
 def drawn_masks(draw: st.DrawFn, most: int) -> Tensor:
-    """A dense mask `[B, H, Sq, Skv]` of up to so many queries and keys."""
-    sizes = [draw(st.integers(1, most)) for _ in range(2)]
-    return draw(dense_masks(*sizes, draw(st.integers(1, 2)), draw(st.sampled_from([1, 2]))))
+    """A dense mask `[B, H, Sq, Skv]` of up to so many queries and keys, which the kernel takes."""
+    q_len, kv_len = (draw(st.integers(1, most)) for _ in range(2))
+    keep = draw(dense_masks(q_len, kv_len, draw(st.integers(1, 2)), draw(st.sampled_from([1, 2]))))
+    rows, columns = torch.arange(q_len)[:, None], torch.arange(kv_len)
+    keep = keep | (rows % kv_len == columns) | (columns % q_len == rows)
+    block = draw(st.integers(0, most // 128))
+    holed = keep & (rows // 128 != block) & (columns // 128 != block)
+    return keep if holds_unseen(holed, 64) else holed
+
+
+def holds_unseen(keep: Tensor, queries: int) -> bool:
+    """Whether a block of 128 keys, or of so many queries, has kept scores and a member without."""
+    for seen, size in ((keep.any(2), 128), (keep.any(3), queries)):
+        for part in seen.split(size, 2):
+            if bool((part.any(2) & ~part.all(2)).any()):
+                return True
+    return False
 
 
 def lists_of(keep: Tensor, queries: int) -> BackwardLists:
@@ -67,6 +84,21 @@ def kept_scores(lists: BackwardLists, fields: list[int]) -> Tensor:
     columns = torch.arange(lists.queries)
     words = lists.bitmaps[fields[TILE.bitmap]].long()[:, columns % 8 // 2]
     return (words >> (2 * (columns // 8) + columns % 2)) & 1 > 0
+
+
+@given(data=st.data(), queries=st.sampled_from(QUERIES), density=st.sampled_from([0.0, 0.02, 0.1, 0.9, 1.0]))
+@examples(40)
+def test_tiles_with_queries_or_keys_that_are_not_seen(data: st.DataObject, queries: int, density: float) -> None:
+    """They may be NaN, and a tile's products would spread it."""
+    q_len, kv_len = (data.draw(st.integers(1, 300)) for _ in range(2))
+    keep = torch.rand(1, 2, q_len, kv_len) < density
+    for dimension in (2, 3):
+        keep.index_fill_(dimension, torch.arange(data.draw(st.integers(0, keep.shape[dimension]))), False)
+    if not holds_unseen(keep, queries):
+        lists_of(keep, queries)
+        return
+    with pytest.raises(UnfitLayoutError, match="nothing sees"):
+        lists_of(keep, queries)
 
 
 @given(keep=drawn_masks(300), queries=st.sampled_from(QUERIES))
@@ -106,7 +138,12 @@ def test_sums_fit_where_their_number_is_not_read(crowded: int) -> None:
     """In lists that the device fills: also of heads that see much more than others, and of queries that see most."""
     rows = torch.arange(4096)
     near = (rows[:, None] - rows).abs() < 200
-    heads = [torch.ones(4096, 4096, dtype=torch.bool), near, near & (rows < 99), near | (rows[:, None] < 64 * crowded)]
+    heads = [
+        torch.ones(4096, 4096, dtype=torch.bool),
+        near,
+        near & (rows[:, None] < 128) & (rows < 128),
+        near | (rows[:, None] < 64 * crowded),
+    ]
     lists = lists_of(torch.stack(heads)[None], 64)
     assert int(lists.sum_ptr[:, -1].max()) <= _most_sums(64)
 
@@ -293,3 +330,31 @@ def test_calls_that_it_refuses(changes: dict[str, Any]) -> None:
     assert backward is not None
     assert not backward.capabilities.refusals(CALL)
     assert backward.capabilities.refusals(replace(CALL, **changes))
+
+
+def test_gradients_are_in_the_memory_order_of_the_calls_tensors() -> None:
+    """Also of tensors that are copied, because TMA cannot read them."""
+    from stof.kernels.hopper import backward
+
+    def spread(length: int) -> Tensor:
+        return torch.randn(1, length, 2, 64).bfloat16().expand(3, -1, -1, -1).transpose(1, 2)
+
+    q, k, v, d_out = (
+        spread(64),
+        spread(128),
+        torch.randn(3, 128, 2, 64, 3).bfloat16()[..., 1].transpose(1, 2),
+        spread(64),
+    )
+    made: list[tuple[Any, ...]] = []
+
+    def record(*given: Any, **options: Any) -> None:
+        del options
+        made.append(given)
+
+    lists = lists_of(torch.ones(1, 1, 64, 128, dtype=torch.bool), 128)
+    with mock.patch.object(backward, "Launch", record):
+        backward.bind_backward(q, k, v, q, d_out, None, lists, Options(0.1, 0.0), NeedsGrad())
+    _, convert, main = (given[3] for given in made)
+    assert tuple(convert[0]) == empty_gradient(q).stride()[:3]
+    strides = [tuple(number) for number in main if isinstance(number, tuple)]
+    assert strides == [empty_gradient(x).stride()[:3] for x in (k, v)]

@@ -217,6 +217,28 @@ def test_one_pass_lists_of_later_masks_are_filled(monkeypatch: pytest.MonkeyPatc
         del first, later
 
 
+@pytest.mark.parametrize("first", [512, 300])
+def test_masks_with_keys_that_nothing_sees_take_other_kernels(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others of their structure the one-pass kernel, with lists that the device fills."""
+    hopper = IMPLEMENTATIONS["hopper"]
+    one_pass = hopper.backward
+    assert one_pass is not None
+    tilings = (BackwardTiling(dkv_layout=(LayoutConfig(128, 64), None)),)
+    always = replace(one_pass, tilings=lambda *of: tilings)
+    monkeypatch.setitem(IMPLEMENTATIONS, "hopper", replace(hopper, backward=always))
+    living = []
+    for place, keys in enumerate((first, 512, 300, 512)):
+        plan = plan_of(masks.padding([keys]) & masks.sliding_window(100))
+        of_plan = PlanGradients(plan)
+        living.append(plan)
+        with monkeypatch.context() as patched:
+            if place > 0 and keys == 512:
+                patched.setattr(MaskGeometry, "build", None)
+            name, tiling = of_plan.choices(CALL)[0]
+            assert name == ("hopper" if keys == 512 else "block_wise")
+            assert isinstance(of_plan.prepared(name, tiling), BackwardLists if keys == 512 else PreparedBackward)
+
+
 @pytest.mark.usefixtures("_triton_gradients")
 def test_gradients_of_masks_unlike_all_before_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     first, of_first = gradients(100)

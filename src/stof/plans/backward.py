@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stof.errors import KernelError, UnsupportedError
+from stof.errors import KernelError, UnfitLayoutError, UnsupportedError
 from stof.kernels.implementation import BackwardCall, tensors_of
 from stof.layout import Layout, LayoutConfig
 from stof.masks import Mask
@@ -90,6 +90,11 @@ class PlanGradients:
         tilings = backward.tilings(call, self._geometry)
         if kept is not None and backward.one_decision:
             kept.keep(self._geometry(False).statistics, tilings[0] if tilings else None, plan.mask_text)
+            try:
+                for tiling in tilings:
+                    self.prepared(name, tiling)
+            except UnfitLayoutError:  # other masks of the structure may fit
+                return ()
         elif kept is not None:
             keep_tiling(kept, call, self._geometry, tilings[0], plan.mask_text)
             geometry = self._geometry(False)
@@ -114,7 +119,9 @@ class PlanGradients:
     def reject(self, name: str, tiling: BackwardTiling, error: KernelError) -> None:
         """Exclude a choice that failed on this device, or with these layouts, from later calls."""
         self._failed[name, tiling] = str(error)
-        kept_by_structure.drop(tiling)
+        backward = IMPLEMENTATIONS[name].backward
+        if backward is None or not backward.one_decision or not isinstance(error, UnfitLayoutError):
+            kept_by_structure.drop(tiling)
 
     def store(self, key: Hashable, call: BackwardCall) -> None:
         """Store a bound call under a key that holds all it is bound to."""

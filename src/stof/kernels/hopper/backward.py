@@ -44,6 +44,14 @@ class _MatrixWindow(NamedTuple):
         return TensorMap(tensor, [self.rows, self.columns], [self.columns, 1], list(self.box), layout)
 
 
+class _Strides(NamedTuple):
+    """Strides of the gradients: those of the call's tensors, which may be copied before they are read."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+
+
 def bind_backward(
     q: Tensor,
     k: Tensor,
@@ -67,9 +75,10 @@ def bind_backward(
         raise UnfitLayoutError(
             f"lists for lengths {lists.q_len} and {lists.kv_len} do not serve {q.shape[2]}, {k.shape[2]}"
         )
+    gradients = _Strides(*(Strides(*empty_gradient(x).stride()[:3]) for x in (q, k, v)))
     copied = [not readable(x) for x in (q, k, v, d_out)]
     q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))
-    kernels = _Kernels(q, k, v, _dense_rows(out), d_out, d_lse is not None, lists, options)
+    kernels = _Kernels(q, k, v, _dense_rows(out), d_out, gradients, d_lse is not None, lists, options)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
@@ -105,8 +114,8 @@ class _Kernels:
     """The three kernels of a backward call, bound to its tensors' shapes and to lists."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, has_d_lse: bool, lists: BackwardLists,
-        options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, gradients: _Strides, has_d_lse: bool,
+        lists: BackwardLists, options: Options,
     ) -> None:  # fmt: skip
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
@@ -124,7 +133,7 @@ class _Kernels:
         self.sums = (batch * heads * lists.sums * queries, width)
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
-        dq, dk, dv, of_d_out = (Strides(*x.stride()[:3]) for x in (*map(empty_gradient, (q, k, v)), d_out))
+        of_d_out = Strides(*d_out.stride()[:3])
         sizes = heads, q_len, q_blocks
         launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
         self.rows = launch(
@@ -136,7 +145,7 @@ class _Kernels:
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
         self.convert = launch(
             convert_dq_kernel, blocks, (lists.sum_ptr, lists.pattern_of),
-            (dq, *sizes, lists.sums, *mask_strides, float(options.scale)), (queries, head_dim, width, pdl),
+            (gradients.q, *sizes, lists.sums, *mask_strides, float(options.scale)), (queries, head_dim, width, pdl),
         )  # fmt: skip
         patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
         self.main = launch(
@@ -145,7 +154,7 @@ class _Kernels:
             (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps,
              lists.pattern_of),
             (items, int(split is not None), slots, lists.row_blocks, patterns, heads, batch * heads, heads // kv_heads,
-             *mask_strides, q_blocks, lists.sums, kv_len, dk, dv, float(options.scale),
+             *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v, float(options.scale),
              options.scale * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries), pdl),
             windows=(

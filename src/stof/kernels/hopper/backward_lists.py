@@ -62,6 +62,8 @@ _LONG, _LONG_SHARE = 3, 1 / 4
 # `_FEWEST_TILES`, if that is more.
 _CROWDED = 2
 _FEWEST_TILES = 16
+# Kernels index the fields of tiles by 32 bits.
+_MOST_TILES = 2**29
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,35 +142,41 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     """Prepare the layout of a transposed mask, whose rows are keys.
 
     Raises:
-        UnfitLayoutError: it has other tiles than the kernel, or an order of its rows.
+        UnfitLayoutError: it has other tiles than the kernel, or an order of its rows; see also `_ordered`.
     """
     if layout.config not in LAYOUTS.values() or layout.row_order is not None:
         raise UnfitLayoutError("the Hopper backward kernel takes contiguous tiles of 128 keys x 64 or 128 queries")
     queries, bitmaps = layout.config.block_n, accumulator_order(layout.bitmaps, layout.config.block_n)
     left = layout.q_len % KEYS_OF_BLOCK
-    of_full = torch.full_like(bitmaps[:1], -1)
+    of_full = torch.full((1, KEYS_OF_BLOCK, 4), -1, dtype=bitmaps.dtype, device=bitmaps.device)
     of_full[:, left or KEYS_OF_BLOCK :] = 0
+    bitmaps = torch.cat([bitmaps, of_full])
     tiles, sum_ptr = _ordered(
-        layout.row_block_ptr.long(), layout.tile_columns()[:, 0].long() // queries, layout.tile_bitmap.long(),
-        len(bitmaps) if left else -1, queries, (layout.kv_len, layout.q_len),
+        layout.row_block_ptr.long(), layout.tile_columns()[:, 0].long() // queries, layout.tile_bitmap.long(), bitmaps,
+        len(bitmaps) - 1 if left else -1, queries, (layout.kv_len, layout.q_len),
     )  # fmt: skip
     return BackwardLists(
         layout.pattern_of.int().contiguous(), layout.row_block_ptr.int().contiguous(), tiles,
-        sum_ptr, torch.cat([bitmaps, of_full]), layout.row_blocks, queries, layout.kv_len, layout.q_len,
+        sum_ptr, bitmaps, layout.row_blocks, queries, layout.kv_len, layout.q_len,
         max(1, int(sum_ptr[:, -1].max())),
         layout.row_block_ptr.diff().view(-1, layout.row_blocks).amax(0).long().cpu(),
     )  # fmt: skip
 
 
 def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> BackwardLists:
-    """Prepare tiles of a transposed mask that the device has filled, with all columns. Nothing waits for the device."""
+    """Prepare tiles of a transposed mask that the device has filled, with all columns; waits for it.
+
+    Raises:
+        UnfitLayoutError: see `_ordered`.
+    """
     queries, left = filled.columns.shape[1], kv_len % KEYS_OF_BLOCK
     if left:
         filled.bitmaps[EVERYTHING, left:] = 0
     bitmap = filled.tile_bitmap[: filled.tiles].long()
     tiles, sum_ptr = _ordered(
         filled.row_block_ptr.long(), filled.columns[: filled.tiles, 0].long() // queries,
-        torch.where(bitmap == EVERYTHING, -1, bitmap), EVERYTHING if left else -1, queries, (q_len, kv_len),
+        torch.where(bitmap == EVERYTHING, -1, bitmap), filled.bitmaps, EVERYTHING if left else -1, queries,
+        (q_len, kv_len),
     )  # fmt: skip
     return BackwardLists(
         filled.pattern_of, filled.row_block_ptr, tiles, sum_ptr, filled.bitmaps, filled.row_blocks, queries, q_len,
@@ -177,31 +185,45 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
 
 
 def _ordered(
-    row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, of_ragged: int, queries: int, lengths: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """`tiles` and `sum_ptr` of `BackwardLists`; nothing waits for the device.
+    row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, bitmaps: Tensor, of_ragged: int, queries: int,
+    lengths: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`tiles` and `sum_ptr` of `BackwardLists`.
 
     Args:
         row_block_ptr: int64 `[P * R + 1]`.
         q_block, bitmap: int64 `[T]`, fields of the tiles of the layout, row block by row block.
         of_ragged: the bitmap that full tiles of the last row block get, -1 for none. Keys past the end are zeros in
             shared memory; without a bitmap their P = exp2(-lse) may overflow, and inf * 0 would make dQ NaN.
+        bitmaps: as `BackwardLists`.
         queries: of a tile.
         lengths: q_len and kv_len.
+
+    Raises:
+        UnfitLayoutError: tiles hold queries that see nothing or keys that nothing sees, which may be NaN: 0 * NaN is
+            NaN; or there are too many.
     """
     q_len, kv_len = lengths
+    if len(q_block) >= _MOST_TILES:
+        raise UnfitLayoutError(f"{len(q_block)} tiles are more than 32-bit indices reach")
     row_blocks, q_blocks, count = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries), len(q_block)
     # Of each tile: the number of its row block among those of all patterns.
     number = torch.arange(len(row_block_ptr) - 1, device=q_block.device)
     number = torch.repeat_interleave(number, row_block_ptr.diff(), output_size=count)
     row_block, pattern = number % row_blocks, number // row_blocks
     bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), of_ragged, bitmap)
+    patterns = (len(row_block_ptr) - 1) // row_blocks
+    of_keys, of_queries = _seen(bitmaps, queries)
+    of_block = pattern * q_blocks + q_block
+    if _holds_unseen(number, bitmap, of_keys, patterns * row_blocks, kv_len) or _holds_unseen(
+        of_block, bitmap, of_queries, patterns * q_blocks, q_len
+    ):
+        raise UnfitLayoutError("its tiles hold queries that see nothing, or keys that nothing sees")
     diagonal = row_block * (KEYS_OF_BLOCK * q_len) // (kv_len * queries)
     of_sum = (q_block < diagonal).long()
     # Those that add to one part of a block of queries, from the last row block on.
-    place = (pattern * q_blocks + q_block) * 2 + of_sum
+    place = of_block * 2 + of_sum
     in_turn = torch.argsort(place * row_blocks + row_blocks - 1 - row_block)
-    patterns = (len(row_block_ptr) - 1) // row_blocks
     adding = torch.zeros(patterns * q_blocks * 2, dtype=torch.int64, device=place.device)
     adding.scatter_add_(0, place, torch.ones_like(place))
     first = adding.cumsum(0) - adding
@@ -218,6 +240,37 @@ def _ordered(
     tiles = tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
     pad = torch.nn.functional.pad
     return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous()
+
+
+def _seen(bitmaps: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Which keys and which queries of each bitmap have a kept score: bool `[U, 128]`, `[U, queries]`."""
+    of_keys, words = (bitmaps != 0).any(2), bitmaps
+    while words.shape[1] > 1:
+        words = words[:, 0::2] | words[:, 1::2]
+    query = torch.arange(queries, device=bitmaps.device)
+    return of_keys, (words[:, 0, query % 8 // 2] >> (2 * (query // 8) + query % 2)) & 1 > 0
+
+
+def _holds_unseen(block: Tensor, bitmap: Tensor, seen: Tensor, blocks: int, length: int) -> bool:
+    """Whether blocks of keys, or of queries, that have tiles have members without a kept score.
+
+    Args:
+        block: int64 `[T]`, the block of each tile, among those of all patterns.
+        bitmap: int64 `[T]`, below 0 for full tiles.
+        seen: of `_seen`.
+        blocks: number of blocks of all patterns.
+        length: keys or queries of a pattern.
+    """
+    size, device = seen.shape[1], block.device
+    full = torch.zeros(blocks, dtype=torch.bool, device=device).index_fill_(0, block[bitmap < 0], True)
+    partial = ~full[block]
+    block, bitmap = block[partial], bitmap[partial]
+    count = torch.zeros(blocks, size, dtype=torch.int32, device=device)
+    count.index_add_(0, block, seen[bitmap].int())
+    has_tiles = torch.zeros(blocks, dtype=torch.bool, device=device).index_fill_(0, block, True)
+    position = torch.arange(blocks, device=device)[:, None] % -(-length // size) * size
+    exists = position + torch.arange(size, device=device) < length
+    return bool((has_tiles[:, None] & exists & (count == 0)).any())
 
 
 def _most_sums(q_blocks: int) -> int:

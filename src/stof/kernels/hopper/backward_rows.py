@@ -66,7 +66,8 @@ def backward_rows_kernel(
         of_sink = tl.where(some, delta / (1.0 + tl.exp2((lse - sink) * LOG2E)), 0.0)
         tl.store(of_sink_ptr + block.to(tl.int64) * ROWS + r, of_sink)
         most = tl.maximum(lse, sink)
-        lse = most + tl.log(tl.exp2((lse - most) * LOG2E) + tl.exp2((sink - most) * LOG2E))
+        together = most + tl.log(tl.exp2((lse - most) * LOG2E) + tl.exp2((sink - most) * LOG2E))
+        lse = tl.where(sink == float("inf"), sink, together)
     stats = stats_ptr + block.to(tl.int64) * (2 * ROWS) + r
     tl.store(stats, tl.where(some, lse * LOG2E, float("inf")))
     tl.store(stats + ROWS, delta)
