@@ -241,7 +241,7 @@ def one_pass_load(
 ) -> Tensor:
     """`critical_load` of Hopper's kernel for all gradients, which splits the row blocks that are longest."""
     heads = call.batch * call.heads
-    split = longest_item(counts.partial + counts.full, heads, model.multiprocessors)
+    split = longest_item((counts.partial + counts.full).amax(0), heads, model.multiprocessors)
     return critical_load(tile, counts, split, *head_groups("dqkv", call), model, times)
 
 

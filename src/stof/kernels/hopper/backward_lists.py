@@ -107,7 +107,7 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
     """Return the most tiles of a work item.
 
     Args:
-        counts: tiles of the blocks of keys.
+        counts: tiles of the blocks of keys, in the pattern with most.
         heads, blocks: as for `split_blocks`.
     """
     mean = float(counts.double().mean())
