@@ -110,19 +110,19 @@ def test_forward_and_gradients(
         *inputs, q_lengths, kv_lengths, used or kv_lengths, (window[0], 0) if causal else window,
         softcap=softcap or 0.0, scale=scale,
     )  # fmt: skip
-    found = stof.varlen_attention(
+    out_and_lse = stof.varlen_attention(
         *inputs, ends(q_lengths, dtype), ends(kv_lengths, dtype), max(q_lengths), max(kv_lengths), causal=causal,
         window_size=window, softcap=softcap, scale=scale, return_lse=True,
         seqused_k=None if used is None else torch.tensor(used, dtype=dtype),
     )  # fmt: skip
-    for actual, wanted in zip(found, reference, strict=True):
+    for actual, wanted in zip(out_and_lse, reference, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
     if not sum(q_lengths) or not sum(kv_lengths):
         return
     upstream = torch.randn_like(reference[0]), torch.randn_like(reference[1])
     upstream[1][reference[1] == -math.inf] = 0.0
     expected = torch.autograd.grad(reference, inputs, upstream)
-    for actual, wanted in zip(torch.autograd.grad(found, inputs, upstream), expected, strict=True):
+    for actual, wanted in zip(torch.autograd.grad(out_and_lse, inputs, upstream), expected, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
 
 
@@ -362,8 +362,8 @@ def assert_defined(*, used: list[int] | None = None, window: tuple[int, int] = (
     """The call with these options of `by_sequence`, given in FlashAttention's way by the keys that are left."""
     defined = {name: options.pop(name) for name in ("scale", "softcap") if name in options}
     reference = by_sequence(*CALL[:3], Q_LENGTHS, KV_LENGTHS, used or KV_LENGTHS, window, **defined)
-    found = stof.varlen_attention(*CALL, **options, **defined, return_lse=True)
-    for actual, wanted in zip(found, reference, strict=True):
+    out_and_lse = stof.varlen_attention(*CALL, **options, **defined, return_lse=True)
+    for actual, wanted in zip(out_and_lse, reference, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
 
 

@@ -246,6 +246,8 @@ def test_boundaries_of_flash_attention_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedError, match=error):
             model(**({"input_ids": ids} | both | changed))
+    with pytest.raises(ShapeError, match="one value per token"):
+        model(ids, attention_mask=torch.ones(1, 1), **both)
     for wrong in ([0, 5, 11], [0, 7, 5, 12], [1, 5, 12]):
         with pytest.raises((ShapeError, MaskError)):
             model(ids, **dict.fromkeys(both, torch.tensor(wrong)))

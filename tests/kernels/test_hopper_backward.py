@@ -290,9 +290,9 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
     sums, dq = torch.full((batch * heads * lists.sums * queries, 64), torch.nan), torch.full_like(q, torch.nan)
     sizes = heads, q_len, -(-q_len // queries)
     stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
-    given = [lse.float() if x is None else x for x in (d_lse, sinks)]
+    optional = [lse.float() if x is None else x for x in (d_lse, sinks)]
     backward_rows_kernel[(blocks,)](
-        out, call["d_out"], lse.float(), *given, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
+        out, call["d_out"], lse.float(), *optional, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
         len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, option == "lse", option == "sinks", False,
     )  # fmt: skip
     assert not counters.any()
@@ -345,16 +345,16 @@ def test_gradients_are_in_the_memory_order_of_the_calls_tensors() -> None:
         torch.randn(3, 128, 2, 64, 3).bfloat16()[..., 1].transpose(1, 2),
         spread(64),
     )
-    made: list[tuple[Any, ...]] = []
+    launches: list[tuple[Any, ...]] = []
 
-    def record(*given: Any, **options: Any) -> None:
+    def record(*arguments: Any, **options: Any) -> None:
         del options
-        made.append(given)
+        launches.append(arguments)
 
     lists = lists_of(torch.ones(1, 1, 64, 128, dtype=torch.bool), 128)
     with mock.patch.object(backward, "Launch", record):
         backward.bind_backward(q, k, v, q, d_out, None, lists, Options(0.1, 0.0), NeedsGrad())
-    _, convert, main = (given[3] for given in made)
+    _, convert, main = (arguments[3] for arguments in launches)
     assert tuple(convert[0]) == empty_gradient(q).stride()[:3]
     strides = [tuple(number) for number in main if isinstance(number, tuple)]
     assert strides == [empty_gradient(x).stride()[:3] for x in (k, v)]

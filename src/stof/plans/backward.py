@@ -119,8 +119,7 @@ class PlanGradients:
     def reject(self, name: str, tiling: BackwardTiling, error: KernelError) -> None:
         """Exclude a choice that failed on this device, or with these layouts, from later calls."""
         self._failed[name, tiling] = str(error)
-        backward = IMPLEMENTATIONS[name].backward
-        if backward is None or not backward.one_decision or not isinstance(error, UnfitLayoutError):
+        if not isinstance(error, UnfitLayoutError):  # the layouts of other masks may fit
             kept_by_structure.drop(tiling)
 
     def store(self, key: Hashable, call: BackwardCall) -> None:

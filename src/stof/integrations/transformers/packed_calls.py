@@ -243,9 +243,11 @@ def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bo
     valid = arguments.get("attention_mask")
     if not isinstance(ends, Tensor) or not isinstance(kv_ends, Tensor) or tokens is None:
         return None
-    if _cannot_read(ends, tracing) or not (valid is None or (isinstance(valid, Tensor) and valid.ndim == 2)):
-        return None
     rows, width = tokens.shape[:2]
+    if valid is not None and (not isinstance(valid, Tensor) or valid.shape != (rows, width)):
+        return None
+    if _cannot_read(ends, tracing):
+        return None
     alike = ends is kv_ends or torch.equal(ends, kv_ends)
     if rows != 1 or cache_of(arguments) is not None or not alike or not takes_mask:
         raise UnsupportedError(
@@ -257,7 +259,7 @@ def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bo
     mask.check(width, width)
     if valid is not None:
         ids = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff().cpu())
-        mask = documents(torch.where(valid[0, -width:].cpu().bool(), ids, -1))
+        mask = documents(torch.where(valid[0].cpu().bool(), ids, -1))
     return ModelMask(mask, (1, 1, width, width), includes_model_mask=False)
 
 

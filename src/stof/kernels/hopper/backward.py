@@ -65,8 +65,12 @@ def bind_backward(
 ) -> BackwardCall:
     """Gradients of masked attention, bound to tensors like these; equal calls give equal bits.
 
-    Arguments, result and errors as for `stof.kernels.triton.backward.bind_backward`. dQ is summed in float32:
-    `lists.sums` times twice the memory of q, padded to heads of 64 or 128.
+    Arguments, result and errors as for `stof.kernels.triton.backward.bind_backward`. dQ is summed in float32
+    memory of `[B, H, lists.sums, lists.queries, 64 or 128]`.
+
+    Raises:
+        UnfitLayoutError: lists for other lengths, more rows of sums than 32 bits count, or gradients of both the
+            log-sum-exp and sinks.
     """
     if options.sinks is not None and d_lse is not None:
         # Its part of dS has the weights without sinks, and the kernel computes the others.
@@ -174,8 +178,8 @@ class _Kernels:
         stats, sums = lse.new_empty(self.stats), lse.new_empty(self.sums)
         counters = torch.empty(self.counters, dtype=torch.int32, device=lse.device)
         of_sinks = lse if sinks is None else lse.new_empty(self.of_sinks)
-        given = [lse if x is None else x for x in (d_lse, sinks)]
-        self.rows(out, inputs[3], lse, *given, of_sinks, stats, counters)
+        optional = [lse if x is None else x for x in (d_lse, sinks)]
+        self.rows(out, inputs[3], lse, *optional, of_sinks, stats, counters)
         kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
         self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
         self.convert(sums, dq)

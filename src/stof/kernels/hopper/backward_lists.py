@@ -57,10 +57,10 @@ class ItemFields(NamedTuple):
 ITEM = ItemFields()
 # A block of keys is split above the largest of: so many times the mean number of tiles, this share of the tiles that a
 # thread block has in all, and `_FEWEST_TILES`.
-_LONG, _LONG_SHARE = 3, 1 / 4
+_LONGEST_OVER_MEAN, _LONGEST_SHARE = 3, 1 / 4
 # So many tiles at most add to a sum of dQ, times the mean number of tiles of a block of queries in its pattern; or
 # `_FEWEST_TILES`, if that is more.
-_CROWDED = 2
+_MOST_OVER_MEAN = 2
 _FEWEST_TILES = 16
 # Kernels index the fields of tiles by 32 bits.
 _MOST_TILES = 2**29
@@ -111,7 +111,8 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
         heads, blocks: as for `split_blocks`.
     """
     mean = float(counts.double().mean())
-    return math.ceil(max(_LONG * mean, _LONG_SHARE * mean * counts.shape[-1] * heads / blocks, _FEWEST_TILES))
+    of_thread_block = mean * len(counts) * heads / blocks
+    return math.ceil(max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * of_thread_block, _FEWEST_TILES))
 
 
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
@@ -185,7 +186,7 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
 
 
 def _ordered(
-    row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, bitmaps: Tensor, of_ragged: int, queries: int,
+    row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, bitmaps: Tensor, ragged_bitmap: int, queries: int,
     lengths: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`tiles` and `sum_ptr` of `BackwardLists`.
@@ -193,7 +194,7 @@ def _ordered(
     Args:
         row_block_ptr: int64 `[P * R + 1]`.
         q_block, bitmap: int64 `[T]`, fields of the tiles of the layout, row block by row block.
-        of_ragged: the bitmap that full tiles of the last row block get, -1 for none. Keys past the end are zeros in
+        ragged_bitmap: the bitmap that full tiles of the last row block get, -1 for none. Keys past the end are zeros in
             shared memory; without a bitmap their P = exp2(-lse) may overflow, and inf * 0 would make dQ NaN.
         bitmaps: as `BackwardLists`.
         queries: of a tile.
@@ -211,7 +212,7 @@ def _ordered(
     number = torch.arange(len(row_block_ptr) - 1, device=q_block.device)
     number = torch.repeat_interleave(number, row_block_ptr.diff(), output_size=count)
     row_block, pattern = number % row_blocks, number // row_blocks
-    bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), of_ragged, bitmap)
+    bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), ragged_bitmap, bitmap)
     patterns = (len(row_block_ptr) - 1) // row_blocks
     of_keys, of_queries = _seen(bitmaps, queries)
     of_block = pattern * q_blocks + q_block
@@ -220,9 +221,9 @@ def _ordered(
     ):
         raise UnfitLayoutError("its tiles hold queries that see nothing, or keys that nothing sees")
     diagonal = row_block * (KEYS_OF_BLOCK * q_len) // (kv_len * queries)
-    of_sum = (q_block < diagonal).long()
+    part = (q_block < diagonal).long()  # 0 from the diagonal on, 1 before it
     # Those that add to one part of a block of queries, from the last row block on.
-    place = of_block * 2 + of_sum
+    place = of_block * 2 + part
     in_turn = torch.argsort(place * row_blocks + row_blocks - 1 - row_block)
     adding = torch.zeros(patterns * q_blocks * 2, dtype=torch.int64, device=place.device)
     adding.scatter_add_(0, place, torch.ones_like(place))
@@ -231,13 +232,13 @@ def _ordered(
     turn = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
     # Neighbours, which run at the same time, add to different sums.
     adding = adding.view(patterns, -1)
-    most = ((_CROWDED * adding.sum(1, keepdim=True) + q_blocks - 1) // q_blocks).clamp(min=_FEWEST_TILES)
+    most = ((_MOST_OVER_MEAN * adding.sum(1, keepdim=True) + q_blocks - 1) // q_blocks).clamp(min=_FEWEST_TILES)
     sums = (adding + most - 1) // most
     end = sums.cumsum(1)
     sums = sums.flatten()
     number_of_sum = (end.flatten() - sums)[place] + turn % sums[place]
     tiles = torch.stack([q_block, bitmap, turn // sums[place], number_of_sum], 1)
-    tiles = tiles[torch.argsort((number * 2 + of_sum) * q_blocks + q_block)]
+    tiles = tiles[torch.argsort((number * 2 + part) * q_blocks + q_block)]
     pad = torch.nn.functional.pad
     return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous()
 
@@ -275,4 +276,4 @@ def _holds_unseen(block: Tensor, bitmap: Tensor, seen: Tensor, blocks: int, leng
 
 def _most_sums(q_blocks: int) -> int:
     """An upper bound of a head's sums, see `_ordered`: one for each part of a block, and one for every `most` tiles."""
-    return 2 * q_blocks + -(-q_blocks // _CROWDED)
+    return 2 * q_blocks + -(-q_blocks // _MOST_OVER_MEAN)
