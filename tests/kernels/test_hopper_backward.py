@@ -37,19 +37,18 @@ from tests.kernels.gradients import expected_gradients
 from tests.strategies import dense_masks
 
 QUERIES = sorted(layout.block_n for layout in LAYOUTS.values())
+WIDTH = {layout.block_n: width for width, layout in LAYOUTS.items()}
 CALL = CallSpec("cuda", torch.bfloat16, 128, 128, 32, 32, q_len=8192, kv_len=8192, compute_capability=(9, 0))
 
 
 @st.composite
 def drawn_masks(draw: st.DrawFn, most: int) -> Tensor:
-    """A dense mask `[B, H, Sq, Skv]` of up to so many queries and keys, which the kernel takes."""
+    """A dense mask `[B, H, Sq, Skv]` of up to so many queries and keys; a block of each may see nothing."""
     q_len, kv_len = (draw(st.integers(1, most)) for _ in range(2))
     keep = draw(dense_masks(q_len, kv_len, draw(st.integers(1, 2)), draw(st.sampled_from([1, 2]))))
     rows, columns = torch.arange(q_len)[:, None], torch.arange(kv_len)
-    keep = keep | (rows % kv_len == columns) | (columns % q_len == rows)
     block = draw(st.integers(0, most // 128))
-    holed = keep & (rows // 128 != block) & (columns // 128 != block)
-    return keep if holds_unseen(holed, 64) else holed
+    return keep & (rows // 128 != block) & (columns // 128 != block)
 
 
 def holds_unseen(keep: Tensor, queries: int) -> bool:
@@ -94,11 +93,45 @@ def test_tiles_with_queries_or_keys_that_are_not_seen(data: st.DataObject, queri
     keep = torch.rand(1, 2, q_len, kv_len) < density
     for dimension in (2, 3):
         keep.index_fill_(dimension, torch.arange(data.draw(st.integers(0, keep.shape[dimension]))), False)
-    if not holds_unseen(keep, queries):
-        lists_of(keep, queries)
-        return
-    with pytest.raises(UnfitLayoutError, match="nothing sees"):
-        lists_of(keep, queries)
+    lists = lists_of(keep, queries)
+    assert (lists.seen_queries is None and lists.seen_keys is None) != holds_unseen(keep, queries)
+    for seen, size, dimension in ((lists.seen_queries, queries, 3), (lists.seen_keys, 128, 2)):
+        if seen is not None:
+            wanted = keep.any(dimension)[0]
+            blocks = torch.stack([part.any(1) for part in wanted.split(size, 1)], 1)
+            in_tiles = blocks.repeat_interleave(size, 1)[:, : wanted.shape[1]]
+            assert torch.equal((seen[lists.pattern_of[0].long()] & in_tiles).expand_as(wanted), wanted)
+
+
+def test_what_nothing_sees_is_read_as_zeros() -> None:
+    """Q, K and dO are copied in each call; V is not multiplied with what may be NaN."""
+    from stof.kernels.hopper import backward
+    from tests.kernels.assemble import Recorded
+
+    keep = torch.ones(1, 2, 200, 300, dtype=torch.bool)
+    keep[:, :, 150:] = keep[..., 290:] = False
+    q, d_out, out = (torch.randn(1, 2, 200, 64).half() for _ in range(3))
+    k, v = (torch.randn(1, 2, 300, 64).half() for _ in range(2))
+    record, options = Recorded(), Options(0.1, 0.0)
+    with mock.patch.object(backward, "Launch", record.make):
+        call = backward.bind_backward(q, k, v, out, d_out, None, lists_of(keep, 128), options, NeedsGrad())
+        q[:, :, 150:] = d_out[:, :, 150:] = k[:, :, 290:] = torch.nan
+        call(q, k, v, out, torch.zeros(1, 2, 200), d_out, None, None, None)
+    *_, main = (launch for launch in record.made if launch.maps)
+    for read, tensor, last in zip(main.maps, (q, k, v, d_out), (150, 290, 300, 150), strict=False):
+        assert read is not None
+        assert torch.equal(read.base[:, :, :last], tensor[:, :, :last])
+        assert not read.base[:, :, last:].any()
+
+
+def test_query_heads_of_one_key_head_that_see_other_keys() -> None:
+    from stof.kernels.hopper.backward import bind_backward
+
+    keep = torch.ones(1, 2, 128, 128, dtype=torch.bool)
+    keep[:, 1, :, 100:] = False
+    q, k = torch.randn(1, 2, 128, 64).half(), torch.randn(1, 1, 128, 64).half()
+    with pytest.raises(UnfitLayoutError, match="do not see the same keys"):
+        bind_backward(q, k, k, q, q, None, lists_of(keep, 128), Options(0.1, 0.0), NeedsGrad())
 
 
 @given(keep=drawn_masks(300), queries=st.sampled_from(QUERIES))
@@ -239,7 +272,9 @@ def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Te
     q, d_out = (padded(x, (0, 0, 0, blocks * queries - q_len)) for x in (q, d_out))
     k, v = (padded(x, (0, 0, 0, lists.row_blocks * 128 - k.shape[2])) for x in (k, v))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    sums = sums.view(batch * heads, lists.sums, queries, -1)
+    # Half, columns / 8, warp, lane / 4, lane % 4, 2 rows 8 apart, 2 columns; halves are of columns or of queries.
+    fragments = sums.view(batch * heads, lists.sums, 2, 8, 4, 8, 4, 2, 2)
+    in_rows = (2, 5, 3, 0, 1, 4, 6) if queries == 64 else (0, 2, 5, 3, 1, 4, 6)
     for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
         pattern = int(lists.pattern_of[b % len(lists.pattern_of), h % lists.pattern_of.shape[1]])
         for block, fields in tiles_of(lists, pattern):
@@ -253,8 +288,9 @@ def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Te
             ds = p * (v[b, h // group, keys] @ d_out[b, h, rows].T - delta)
             dk[b, h // group, keys] += call["scale"] * ds @ q[b, h, rows]
             dv[b, h // group, keys] += p @ d_out[b, h, rows]
-            dq = (ds.T @ k[b, h // group, keys]).float()
-            place = sums[b * heads + h, fields[TILE.sum], :, : dq.shape[1]]
+            dq = padded(ds.T @ k[b, h // group, keys], (0, WIDTH[queries] - q.shape[3])).float()
+            place = fragments[b * heads + h, fields[TILE.sum]].permute(in_rows)
+            dq = dq.view(place.shape)
             place.copy_(dq + place if fields[TILE.rank] else dq)
     return [x[:, :, : lists.kv_len].to(call["k"].dtype) for x in (dk, dv)]
 
@@ -287,20 +323,24 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
         torch.full((blocks * 2 * queries,), torch.nan),
         torch.full((1 + 2 * blocks + 2,), 7, dtype=torch.int32),
     )
-    sums, dq = torch.full((batch * heads * lists.sums * queries, 64), torch.nan), torch.full_like(q, torch.nan)
+    sums, dq = (
+        torch.full((batch * heads * lists.sums * queries, WIDTH[queries]), torch.nan),
+        torch.full_like(q, torch.nan),
+    )
     sizes = heads, q_len, -(-q_len // queries)
     stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
     optional = [lse.float() if x is None else x for x in (d_lse, sinks)]
     backward_rows_kernel[(blocks,)](
         out, call["d_out"], lse.float(), *optional, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
-        len(counters), 4 if blocks > 1 else 8, queries, head_dim, 64, option == "lse", option == "sinks", False,
+        len(counters), 4 if blocks > 1 else 8, queries, head_dim, WIDTH[queries], option == "lse", option == "sinks",
+        False,
     )  # fmt: skip
     assert not counters.any()
     dk, dv = computed(lists, call, stats, sums)
     mask_batch, mask_heads = lists.pattern_of.shape
     convert_dq_kernel[(blocks,)](
         sums, dq, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, lists.sums,
-        mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, 64, False,
+        mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, WIDTH[queries], False,
     )  # fmt: skip
     options = {"d_lse": d_lse, "sinks": sinks}
     expected = expected_gradients(call | {name: x for name, x in options.items() if x is not None})

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.backward_lists import BackwardLists, filled_backward_lists
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
@@ -204,8 +203,6 @@ def kept_decision(kept: KeptChoices, geometry_of: Callable[[bool], MaskGeometry]
     if first is None or first.choice is None:
         return None if first is None else ServingTiling(None, None)
     filled = filled_gradients(geometry_of, first.choice, device=geometry_of(False).device)
-    if isinstance(filled, UnfitLayoutError):  # other masks of the structure may fit
-        return ServingTiling(None, None)
     return ServingTiling(first.choice, filled)
 
 
@@ -215,8 +212,6 @@ def filled_gradients(
     device: torch.device,
 ) -> Any | None:  # fmt: skip
     """The lists of a fillable tiling, as its kernels read them; None for masks that cannot be filled.
-
-    Returned, not raised, is the error of lists that the kernels cannot read: the device can fill others.
 
     Args:
         both_kinds: return None, too, for masks without partial or without full tiles, which have faster kernels.
@@ -244,9 +239,7 @@ def _counted_tiling(
     best, _ = best_tiling(call, counted.__getitem__, whole_tiles=True, compiled=kept.compiled)
     kept.compiled |= compiled_by(best)
     kept.keep(geometry_of(False).statistics, best, mask_text)
-    prepared = _prepared_gradients(counted, best)
-    assert not isinstance(prepared, UnfitLayoutError)  # Triton's kernels read all lists
-    return ServingTiling(best, prepared)
+    return ServingTiling(best, _prepared_gradients(counted, best))
 
 
 def _wait_for_all(
@@ -258,17 +251,12 @@ def _wait_for_all(
     return known if len(known) == len(counted) else None
 
 
-def _prepared_gradients(
-    counted: dict[bool, _CountedTiles], tiling: BackwardTiling
-) -> PreparedBackward | BackwardLists | UnfitLayoutError:
+def _prepared_gradients(counted: dict[bool, _CountedTiles], tiling: BackwardTiling) -> PreparedBackward | BackwardLists:
     if tiling.dq_layout is None:  # one kernel for all gradients
         assert tiling.dkv_layout is not None
         kv_len, q_len = counted[True].lengths
         filled = counted[True].write(tiling.dkv_layout[0], True)
-        try:
-            return filled_backward_lists(filled, q_len, kv_len)
-        except UnfitLayoutError as error:
-            return error
+        return filled_backward_lists(filled, q_len, kv_len)
     dq, dkv, dq_layout, dkv_layout = tiling.dq, tiling.dkv, tiling.dq_layout, tiling.dkv_layout
     assert dq is not None
     assert dkv is not None

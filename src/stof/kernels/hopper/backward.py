@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
-from stof.kernels.hopper.backward_lists import ITEM, KEYS_OF_BLOCK, BackwardLists, split_blocks
+from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, BackwardLists, split_blocks
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
 from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
@@ -29,19 +29,18 @@ _MOST_ROWS = 2**31
 
 
 class _MatrixWindow(NamedTuple):
-    """Boxes of a contiguous float32 matrix `[rows, columns]`."""
+    """Boxes of so many rows of a contiguous float32 matrix `[rows, columns]`."""
 
     rows: int
     columns: int
-    box: tuple[int, int]
-    swizzle: int
+    of_box: int
 
     def key(self) -> tuple[Any, ...]:
         return tuple(self)
 
     def at(self, tensor: Tensor) -> TensorMap:
-        layout = NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=32, rank=2)
-        return TensorMap(tensor, [self.rows, self.columns], [self.columns, 1], list(self.box), layout)
+        layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return TensorMap(tensor, [self.rows, self.columns], [self.columns, 1], [self.of_box, self.columns], layout)
 
 
 class _Strides(NamedTuple):
@@ -66,11 +65,12 @@ def bind_backward(
     """Gradients of masked attention, bound to tensors like these; equal calls give equal bits.
 
     Arguments, result and errors as for `stof.kernels.triton.backward.bind_backward`. dQ is summed in float32
-    memory of `[B, H, lists.sums, lists.queries, 64 or 128]`.
+    memory of `[B, H, lists.sums, 2, *DQ_HALF]`.
 
     Raises:
-        UnfitLayoutError: lists for other lengths, more rows of sums than 32 bits count, or gradients of both the
-            log-sum-exp and sinks.
+        UnfitLayoutError: lists for other lengths, more rows of sums than 32 bits count, gradients of both the
+            log-sum-exp and sinks, or query heads of one key head that differ in their masks, where nothing sees some
+            keys.
     """
     if options.sinks is not None and d_lse is not None:
         # Its part of dS has the weights without sinks, and the kernel computes the others.
@@ -79,8 +79,13 @@ def bind_backward(
         raise UnfitLayoutError(
             f"lists for lengths {lists.q_len} and {lists.kv_len} do not serve {q.shape[2]}, {k.shape[2]}"
         )
+    if lists.seen_keys is not None and lists.pattern_of.shape[1] > 1 and q.shape[1] > k.shape[1]:
+        raise UnfitLayoutError("query heads that share a key head do not see the same keys")
     gradients = _Strides(*(Strides(*empty_gradient(x).stride()[:3]) for x in (q, k, v)))
-    copied = [not readable(x) for x in (q, k, v, d_out)]
+    patterns = lists.pattern_of.long()
+    of_queries, of_keys = (None if x is None else x[patterns][..., None] for x in (lists.seen_queries, lists.seen_keys))
+    seen = of_queries, of_keys, None, of_queries
+    copied = [not readable(x) or kept is not None for x, kept in zip((q, k, v, d_out), seen, strict=True)]
     q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))
     kernels = _Kernels(q, k, v, _dense_rows(out), d_out, gradients, d_lse is not None, lists, options)
 
@@ -89,7 +94,7 @@ def bind_backward(
         bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None,
     ) -> Gradients:  # fmt: skip
         del bias, seed
-        inputs = [_readable(x, copy) for x, copy in zip((q, k, v, d_out), copied, strict=True)]
+        inputs = [_readable(*each) for each in zip((q, k, v, d_out), copied, seen, strict=True)]
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         d_sinks = kernels(inputs, _dense_rows(out), lse, d_lse, sinks, dq, dk, dv)
         return Gradients(
@@ -100,8 +105,10 @@ def bind_backward(
     return call
 
 
-def _readable(x: Tensor, copy: bool) -> Tensor:
-    """The tensor, or a copy that TMA can read: of other strides, or at another address."""
+def _readable(x: Tensor, copy: bool, seen: Tensor | None) -> Tensor:
+    """The tensor, or a copy: with zeros where `seen` is false, of strides or at an address that TMA can read."""
+    if seen is not None:
+        return torch.where(seen, x, x.new_zeros(()), out=x.new_empty(x.shape))
     if copy:
         return x.contiguous()
     if x.data_ptr() % _ALIGNED == 0:
@@ -134,7 +141,7 @@ class _Kernels:
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
         self.counters = 1 + batch * heads * lists.sums + 2 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
-        self.sums = (batch * heads * lists.sums * queries, width)
+        self.sums = (batch * heads * lists.sums * 2 * DQ_HALF[0], DQ_HALF[1])
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
         of_d_out = Strides(*d_out.stride()[:3])
@@ -164,8 +171,8 @@ class _Kernels:
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
                 Window.over(v, KEYS_OF_BLOCK, width), Window.over(d_out, queries, width),
-                _MatrixWindow(*self.stats, (1, 2 * queries), 0),
-                _MatrixWindow(*self.sums, (64, 64), 128),
+                _MatrixWindow(*self.stats, 1),
+                _MatrixWindow(*self.sums, DQ_HALF[0]),
             ),
         )  # fmt: skip
 

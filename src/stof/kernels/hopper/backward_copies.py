@@ -17,10 +17,11 @@ from stof.kernels.hopper.backward_intrinsics import (
     fence_async,
     read_count,
     wait_count,
+    wait_named,
     wait_stores_and_count,
     wait_stores_read,
 )
-from stof.kernels.hopper.backward_lists import ITEM, KEYS_OF_BLOCK, TILE
+from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, TILE
 from stof.kernels.hopper.intrinsics import async_load, async_store, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import fetch_next
 
@@ -35,13 +36,19 @@ ITEM_SIZE = gl.constexpr(len(ITEM))
 # What is added to a work item in shared memory, and how many items there is room for, 32 fields each.
 BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
+# Named barriers; Triton uses the first few of the sixteen itself. `Q_EMPTY` has one for each stage, `DQ_FULL` one for
+# each half of each stage.
+DS_FULL, Q_EMPTY, DQ_FULL = gl.constexpr(8), gl.constexpr(9), gl.constexpr(11)
+# Threads at them: the consumers alone, and with the producer; one consumer warpgroup and an accumulator.
+CONSUMERS, AND_PRODUCER, AND_ACCUMULATOR = gl.constexpr(256), gl.constexpr(288), gl.constexpr(160)
+DQ_ROWS, DQ_COLUMNS = (gl.constexpr(size) for size in DQ_HALF)
 
 # What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr "
     "items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem "
-    "dq_smem items_smem item_full item_empty kv_full kv_empty q_full q_empty dq_full dq_empty items is_split slots "
+    "dq_smem items_smem item_full item_empty kv_full kv_empty q_full dq_empty items is_split slots "
     "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
     "score_scale",
 )
@@ -94,7 +101,6 @@ def producer(args, config: gl.constexpr):
     ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
     index = 0
     stage = 0
-    phase = 1
     kv_phase = 1
     while ticket < count:
         first_head = ticket // (heads_at_once * args.items) * heads_at_once
@@ -124,7 +130,7 @@ def producer(args, config: gl.constexpr):
         _send_item(args, index, field)
         for tile in range(begin, end):
             q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
-            mbarrier.wait(args.q_empty.index(stage), phase)
+            wait_named(Q_EMPTY + stage, AND_PRODUCER)
             full = args.q_full.index(stage)
             mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
             q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
@@ -141,24 +147,21 @@ def producer(args, config: gl.constexpr):
                 async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
             async_load(args.stats_desc, [bh * args.q_blocks + q_block, 0], full, args.stats_smem.index(stage))
             async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
-            phase = phase ^ stage
             stage = stage ^ 1
         ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
         index += 1
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
     _send_item(args, index, -1)
+    for last in gl.static_range(STAGES):
+        wait_named(Q_EMPTY + last, AND_PRODUCER)
 
 
 @gluon.jit
 @no_type_check
-def accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
+def accumulator(args, STAGE: gl.constexpr):
     """Add dQ of every second tile to memory, when those that come before have."""
-    QUERIES: gl.constexpr = config.queries
-    # Half of dQ is 64 of 128 columns, or of 128 queries.
-    OF_COLUMNS: gl.constexpr = config.width == 128
     index = 0
     stage = 0
-    phase = 0
     begin, end = wait_item(args, 0, 1)
     while begin >= 0:
         first_sum = item_field(args, index, BATCH_HEAD, 1) * args.sums
@@ -173,13 +176,13 @@ def accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
             next_rank = gl.load(next_ptr + RANK)
             next_place = first_sum + gl.load(next_ptr + SUM)
             counter_ptr = args.counters_ptr + place
-            row = place * QUERIES
+            row = place * (2 * DQ_ROWS)
             if seen < rank:
                 wait_count(counter_ptr, rank)
             fence_async()
             for g in gl.static_range(2):
-                mbarrier.wait(args.dq_full.index(STAGE * 2 + g), phase)
-                at = [row, g * 64] if OF_COLUMNS else [row + g * 64, 0]
+                wait_named(DQ_FULL + STAGE * 2 + g, AND_ACCUMULATOR)
+                at = [row + g * DQ_ROWS, 0]
                 if rank == 0:
                     async_store(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
                 else:
@@ -191,7 +194,6 @@ def accumulator(args, STAGE: gl.constexpr, config: gl.constexpr):
             wait_stores_and_count(counter_ptr)
             rank = next_rank
             place = next_place
-            phase = phase ^ 1
         stage = stage ^ ((end - begin) & 1)
         index += 1
         begin, end = wait_item(args, index, 1)

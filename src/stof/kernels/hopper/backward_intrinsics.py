@@ -22,11 +22,26 @@ def _async_add(descriptor, coord, source, _semantic=None):  # type: ignore[no-un
 async_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _async_add
 
 
+@gluon.constexpr_function
+def _named_barrier(operation, threads):  # type: ignore[no-untyped-def]
+    """PTX of `bar`, which all lanes of a warp are to execute together."""
+    return f"bar.warp.sync 0xffffffff; bar.{operation} $1, {threads}; mov.u32 $0, 0;"
+
+
 @gluon.jit
 @no_type_check
-def wait_consumers():
-    """Wait until both consumer warpgroups are here, at named barrier 8."""
-    gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+def arrive_named(barrier, THREADS: gl.constexpr):
+    """Arrive at a named barrier of so many threads. A warp does not wait for the other warps."""
+    gl.inline_asm_elementwise(
+        _named_barrier("arrive", THREADS), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+@no_type_check
+def wait_named(barrier, THREADS: gl.constexpr):
+    """Wait at a named barrier until so many threads, with those that wait, have come to it."""
+    gl.inline_asm_elementwise(_named_barrier("sync", THREADS), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -30,14 +30,17 @@ number of multiprocessors.
 | kv_full    | 1      | copies K and V              | wait before an item's first tile  | -                         |
 | kv_empty   | 1      | waits before it copies      | arrive after an item's last tile  | -                         |
 | q_full     | 2      | copies Q, dO, lse and delta | wait before S                     | -                         |
-| q_empty    | 2      | waits before it copies      | arrive after dK                   | -                         |
-| dq_full    | 2 x 2  | -                           | each writes its half of dQ and    | wait before they add a    |
-|            |        |                             | arrives at the barrier for it     | half                      |
 | dq_empty   | 2      | -                           | wait before they write dQ         | arrive when both are read |
-| named 8    | 1      | -                           | wait until both have written dS   | -                         |
+| Q_EMPTY    | 2      | waits before it copies      | arrive after dK                   | -                         |
+| DQ_FULL    | 2 x 2  | -                           | each arrives when it has written  | wait before they add a    |
+|            |        |                             | its half of dQ                    | half                      |
+| DS_FULL    | 1      | -                           | wait until both have written dS   | -                         |
 
-    consumer, between two tiles:  dS written | named 8 | dQ, dK issue, next S issue | wait dQ, write | wait all |
-                                  release stage | dP issue | P | wait dP, dV issue | dS, write | wait dV
+Barriers in capitals are named barriers of the hardware (`bar.sync`, `bar.arrive`): Triton's `mbarrier.arrive` makes a
+warpgroup wait for all of its warps first.
+
+    consumer, between two tiles:  dS written | dK issue | DS_FULL | dQ issue, next S issue | wait dK, dQ | Q_EMPTY |
+                                  dQ written | wait S | dP issue | P | wait dP, dV issue | dS, write | wait dV
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; roles of warps as FlashAttention-3 (arXiv 2407.08608),
 section 3.1.
@@ -57,12 +60,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.kernels.hopper.backward_copies import (
+    AND_ACCUMULATOR,
+    AND_PRODUCER,
     BATCH_HEAD,
     BITMAP,
+    CONSUMERS,
+    DQ_COLUMNS,
+    DQ_FULL,
+    DQ_ROWS,
+    DS_FULL,
     ITEM_STAGES,
     KEYS,
     PART,
     PARTS,
+    Q_EMPTY,
     ROW_BLOCK,
     SLOT,
     STAGES,
@@ -73,7 +84,7 @@ from stof.kernels.hopper.backward_copies import (
     producer,
     wait_item,
 )
-from stof.kernels.hopper.backward_intrinsics import wait_consumers, wait_count
+from stof.kernels.hopper.backward_intrinsics import arrive_named, wait_count, wait_named
 from stof.kernels.hopper.intrinsics import bit_layout, hide_from_compiler, reinterpret, thread_barrier, tile_layout
 from stof.kernels.hopper.softmax import kept
 from stof.runtime.pdl import launch_next_and_wait
@@ -144,12 +155,14 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
 @gluon.jit
 @no_type_check
 def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.constexpr):
-    """Issue this warpgroup's half of dQ, and its dK, when both have written dS."""
+    """Issue this warpgroup's dK, and when both have written dS, its half of dQ."""
     D: gl.constexpr = config.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    # The tensor cores have work while the warpgroups wait for each other.
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
     fence_async_shared()  # for dS; where it is written, the fence makes ptxas 12.8 and 12.9 fail
-    wait_consumers()
+    wait_named(DS_FULL, CONSUMERS)
     ds_of_both = args.ds_smem.index(stage)
     k = args.k_smem.index(hide_from_compiler(0))
     if D == 128:
@@ -158,7 +171,6 @@ def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.conste
         ds_of_both = ds_of_both.slice(GROUP * 64, 64, dim=1)
     no_dq = gl.zeros([64, 64], gl.float32, layout)
     dq = warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
     return dq, dk
 
 
@@ -166,10 +178,12 @@ def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.conste
 @no_type_check
 def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
     """Pass half of a tile's dQ to its accumulator warp."""
+    # [4 warps, 2, 8 lanes, 8, 4 lanes, 2]: a thread has 8 x 2 x 2 values.
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([DQ_ROWS, DQ_COLUMNS])
     mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
     args.dq_smem.index(stage * 2 + GROUP).store(dq)
     fence_async_shared()
-    mbarrier.arrive(args.dq_full.index(stage * 2 + GROUP), count=1)
+    arrive_named(DQ_FULL + stage * 2 + GROUP, AND_ACCUMULATOR)
 
 
 @gluon.jit
@@ -177,7 +191,7 @@ def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
 def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     """Compute 64 keys' dK and dV, and half of each tile's dQ.
 
-    S of a tile is issued with dQ and dK of the one before: the tensor cores have work while dQ goes to shared memory.
+    S of a tile is issued behind dK and dQ of the one before: the tensor cores have work while dQ goes to shared memory.
     An iteration ends where no product is in flight: ptxas would serialise those that are.
     """
     QUERIES: gl.constexpr = config.queries
@@ -191,6 +205,8 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     stage = 0
     phase = 0
     kv_phase = 0
+    for free in gl.static_range(STAGES):
+        arrive_named(Q_EMPTY + free, AND_PRODUCER)
     begin, end = wait_item(args, 0, 4)
     while begin >= 0:
         dk = gl.zeros([64, D], gl.float32, layout)
@@ -212,18 +228,17 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
                 mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
                 s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
-                dq = warpgroup_mma_wait(2, deps=(dq,))
+                dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
+                arrive_named(Q_EMPTY + stage, AND_PRODUCER)
                 _send_dq(args, dq, stage, phase, GROUP)
-                s, dk = warpgroup_mma_wait(0, deps=(s, dk))
-                mbarrier.arrive(args.q_empty.index(stage), count=1)
+                s = warpgroup_mma_wait(0, deps=(s,))
                 phase = phase ^ stage
                 stage = stage ^ 1
                 ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
+            dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+            arrive_named(Q_EMPTY + stage, AND_PRODUCER)
             _send_dq(args, dq, stage, phase, GROUP)
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(args.q_empty.index(stage), count=1)
             mbarrier.arrive(args.kv_empty, count=1)
             phase = phase ^ stage
             stage = stage ^ 1
@@ -281,7 +296,7 @@ def backward_kernel(
     v_desc,
     d_out_desc,  # as q_desc
     stats_desc,  # [B * H * blocks of queries, 2 * queries] float32, a row; see `backward_rows_kernel`
-    dq_desc,  # [B * H * sums * queries, width] float32, 64 rows and 64 columns
+    dq_desc,  # [B * H * sums * 32, 256] float32, 16 rows
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
     kv_sums_ptr,  # [B, Hkv, slots, 2, 128, width] float32: sums of dK and dV of several items
@@ -322,18 +337,15 @@ def backward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     d_out_smem = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D], tile_layout(dtype, QUERIES, D, 2))
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, QUERIES], tile_layout(dtype, KEYS, QUERIES, 2))
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64, 64], tile_layout(gl.float32, 64, 64, 2))
-    stats_smem = gl.allocate_shared_memory(
-        gl.float32, [STAGES, 1, 2 * QUERIES], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    )
+    rows: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, DQ_ROWS, DQ_COLUMNS], rows)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * QUERIES], rows)
     items_smem = gl.allocate_shared_memory(gl.int32, [ITEM_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
@@ -342,9 +354,6 @@ def backward_kernel(
         mbarrier.init(item_empty.index(i), count=4)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(dq_full.index(2 * i), count=1)
-        mbarrier.init(dq_full.index(2 * i + 1), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     args = BackwardArgs(
@@ -354,13 +363,13 @@ def backward_kernel(
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
         items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty,
-        q_full=q_full, q_empty=q_empty, dq_full=dq_full, dq_empty=dq_empty, items=items, is_split=is_split,
+        q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
         slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (producer, (args, CONFIG)),
-         (accumulator, (args, 0, CONFIG)), (accumulator, (args, 1, CONFIG))],
+         (accumulator, (args, 0)), (accumulator, (args, 1))],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -16,6 +16,9 @@ from stof.layout import Layout, LayoutConfig
 from stof.layout.fill.tiles import EVERYTHING, FilledTiles
 
 KEYS_OF_BLOCK = 128
+# Half of a tile's dQ in memory, float32. Each thread has four values next to each other, so that consumers write 16
+# bytes at a time without bank conflicts; `convert_dq_kernel` says which value is where.
+DQ_HALF = (16, 256)
 # Tiles of keys x queries, for a head dimension up to so much: wider heads leave no registers for more queries.
 LAYOUTS = {64: LayoutConfig(KEYS_OF_BLOCK, 128), 128: LayoutConfig(KEYS_OF_BLOCK, 64)}
 
@@ -87,6 +90,8 @@ class BackwardLists:
         queries: of a tile.
         q_len, kv_len: lengths.
         sums: of a head, in blocks of queries; an upper bound of those that are used.
+        seen_queries, seen_keys: bool `[P, q_len]` and `[P, kv_len]`, which queries see a key and which keys a query
+            sees; None if that is so for all that are in tiles. Others may be NaN, and 0 * NaN is NaN.
         counts: int64 `[R]` on the CPU, tiles of each block of keys in the pattern with most; None if not known.
     """
 
@@ -100,6 +105,8 @@ class BackwardLists:
     q_len: int
     kv_len: int
     sums: int
+    seen_queries: Tensor | None
+    seen_keys: Tensor | None
     counts: Tensor | None = None
 
 
@@ -152,14 +159,14 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     of_full = torch.full((1, KEYS_OF_BLOCK, 4), -1, dtype=bitmaps.dtype, device=bitmaps.device)
     of_full[:, left or KEYS_OF_BLOCK :] = 0
     bitmaps = torch.cat([bitmaps, of_full])
-    tiles, sum_ptr = _ordered(
+    tiles, sum_ptr, seen_queries, seen_keys = _ordered(
         layout.row_block_ptr.long(), layout.tile_columns()[:, 0].long() // queries, layout.tile_bitmap.long(), bitmaps,
         len(bitmaps) - 1 if left else -1, queries, (layout.kv_len, layout.q_len),
     )  # fmt: skip
     return BackwardLists(
         layout.pattern_of.int().contiguous(), layout.row_block_ptr.int().contiguous(), tiles,
         sum_ptr, bitmaps, layout.row_blocks, queries, layout.kv_len, layout.q_len,
-        max(1, int(sum_ptr[:, -1].max())),
+        max(1, int(sum_ptr[:, -1].max())), seen_queries, seen_keys,
         layout.row_block_ptr.diff().view(-1, layout.row_blocks).amax(0).long().cpu(),
     )  # fmt: skip
 
@@ -174,22 +181,22 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
     if left:
         filled.bitmaps[EVERYTHING, left:] = 0
     bitmap = filled.tile_bitmap[: filled.tiles].long()
-    tiles, sum_ptr = _ordered(
+    tiles, sum_ptr, seen_queries, seen_keys = _ordered(
         filled.row_block_ptr.long(), filled.columns[: filled.tiles, 0].long() // queries,
         torch.where(bitmap == EVERYTHING, -1, bitmap), filled.bitmaps, EVERYTHING if left else -1, queries,
         (q_len, kv_len),
     )  # fmt: skip
     return BackwardLists(
         filled.pattern_of, filled.row_block_ptr, tiles, sum_ptr, filled.bitmaps, filled.row_blocks, queries, q_len,
-        kv_len, _most_sums(-(-q_len // queries)),
+        kv_len, _most_sums(-(-q_len // queries)), seen_queries, seen_keys,
     )  # fmt: skip
 
 
 def _ordered(
     row_block_ptr: Tensor, q_block: Tensor, bitmap: Tensor, bitmaps: Tensor, ragged_bitmap: int, queries: int,
     lengths: tuple[int, int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tiles` and `sum_ptr` of `BackwardLists`.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """`tiles`, `sum_ptr`, `seen_queries` and `seen_keys` of `BackwardLists`.
 
     Args:
         row_block_ptr: int64 `[P * R + 1]`.
@@ -201,8 +208,7 @@ def _ordered(
         lengths: q_len and kv_len.
 
     Raises:
-        UnfitLayoutError: tiles hold queries that see nothing or keys that nothing sees, which may be NaN: 0 * NaN is
-            NaN; or there are too many.
+        UnfitLayoutError: there are too many tiles.
     """
     q_len, kv_len = lengths
     if len(q_block) >= _MOST_TILES:
@@ -216,10 +222,10 @@ def _ordered(
     patterns = (len(row_block_ptr) - 1) // row_blocks
     of_keys, of_queries = _seen(bitmaps, queries)
     of_block = pattern * q_blocks + q_block
-    if _holds_unseen(number, bitmap, of_keys, patterns * row_blocks, kv_len) or _holds_unseen(
-        of_block, bitmap, of_queries, patterns * q_blocks, q_len
-    ):
-        raise UnfitLayoutError("its tiles hold queries that see nothing, or keys that nothing sees")
+    seen = (
+        _members_seen(of_block, bitmap, of_queries, patterns, q_len),
+        _members_seen(number, bitmap, of_keys, patterns, kv_len),
+    )
     diagonal = row_block * (KEYS_OF_BLOCK * q_len) // (kv_len * queries)
     part = (q_block < diagonal).long()  # 0 from the diagonal on, 1 before it
     # Those that add to one part of a block of queries, from the last row block on.
@@ -240,7 +246,7 @@ def _ordered(
     tiles = torch.stack([q_block, bitmap, turn // sums[place], number_of_sum], 1)
     tiles = tiles[torch.argsort((number * 2 + part) * q_blocks + q_block)]
     pad = torch.nn.functional.pad
-    return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous()
+    return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous(), *seen
 
 
 def _seen(bitmaps: Tensor, queries: int) -> tuple[Tensor, Tensor]:
@@ -252,26 +258,30 @@ def _seen(bitmaps: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     return of_keys, (words[:, 0, query % 8 // 2] >> (2 * (query // 8) + query % 2)) & 1 > 0
 
 
-def _holds_unseen(block: Tensor, bitmap: Tensor, seen: Tensor, blocks: int, length: int) -> bool:
-    """Whether blocks of keys, or of queries, that have tiles have members without a kept score.
+def _members_seen(block: Tensor, bitmap: Tensor, seen: Tensor, patterns: int, length: int) -> Tensor | None:
+    """Which keys, or queries, have a kept score.
 
     Args:
         block: int64 `[T]`, the block of each tile, among those of all patterns.
         bitmap: int64 `[T]`, below 0 for full tiles.
         seen: of `_seen`.
-        blocks: number of blocks of all patterns.
+        patterns: number of them.
         length: keys or queries of a pattern.
+
+    Returns:
+        bool `[patterns, length]`, or None if all members of blocks with tiles have one.
     """
     size, device = seen.shape[1], block.device
-    full = torch.zeros(blocks, dtype=torch.bool, device=device).index_fill_(0, block[bitmap < 0], True)
-    partial = ~full[block]
+    blocks = patterns * -(-length // size)
+    is_full = torch.zeros(blocks, dtype=torch.bool, device=device).index_fill_(0, block[bitmap < 0], True)
+    partial = ~is_full[block]
     block, bitmap = block[partial], bitmap[partial]
     count = torch.zeros(blocks, size, dtype=torch.int32, device=device)
     count.index_add_(0, block, seen[bitmap].int())
+    is_seen = is_full[:, None] | (count > 0)
     has_tiles = torch.zeros(blocks, dtype=torch.bool, device=device).index_fill_(0, block, True)
-    position = torch.arange(blocks, device=device)[:, None] % -(-length // size) * size
-    exists = position + torch.arange(size, device=device) < length
-    return bool((has_tiles[:, None] & exists & (count == 0)).any())
+    is_missing = (has_tiles[:, None] & ~is_seen).view(patterns, -1)[:, :length]
+    return is_seen.view(patterns, -1)[:, :length].contiguous() if bool(is_missing.any()) else None
 
 
 def _most_sums(q_blocks: int) -> int:

@@ -78,7 +78,7 @@ def backward_rows_kernel(
 @triton.jit
 @no_type_check
 def convert_dq_kernel(
-    sums_ptr,  # [B, H, sums, ROWS, BLOCK_D] float32
+    sums_ptr,  # [B, H, sums, 2, 8, 4, 8, 4, 2, 2] float32, see below
     dq_ptr,  # [B, H, Sq, D]
     sum_ptr,  # [patterns, blocks of queries + 1], see `BackwardLists`
     pattern_of_ptr,
@@ -95,7 +95,11 @@ def convert_dq_kernel(
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Write dQ of a block of queries: its sums, added in order, times the scale."""
+    """Write dQ of a block of queries: its sums, added in order, times the scale.
+
+    A sum is two halves of columns, or at D 64 of queries. A half, 64 x 64, is an accumulator of wgmma: [columns / 8,
+    warp, lane / 4, lane % 4, 2 rows 8 apart, 2 columns].
+    """
     launch_next_and_wait(USE_PDL)
     block = tl.program_id(0)
     group = block // q_blocks
@@ -104,10 +108,13 @@ def convert_dq_kernel(
     mask = (row < q_len)[:, None] & (d < HEAD_DIM)[None, :]
     pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
     sum_ptr += pattern * (q_blocks + 1) + block % q_blocks
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    values = tl.arange(0, ROWS * BLOCK_D)
+    acc = tl.zeros([ROWS * BLOCK_D], tl.float32)
     for n in range(tl.load(sum_ptr), tl.load(sum_ptr + 1)):
-        at = (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-        acc += tl.load(sums_ptr + at, mask=mask, other=0.0)
+        acc += tl.load(sums_ptr + (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D) + values)
+    acc = tl.reshape(acc, [2, 8, 4, 8, 4, 2, 2])
+    acc = tl.permute(acc, [2, 5, 3, 0, 1, 4, 6]) if BLOCK_D == 128 else tl.permute(acc, [0, 2, 5, 3, 1, 4, 6])
+    acc = tl.reshape(acc, [ROWS, BLOCK_D])
     b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
     base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
     tl.store(base + d[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)
