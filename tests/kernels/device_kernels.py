@@ -73,6 +73,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
 
 def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """The same for kernels that fill tile lists and layouts."""
+    from stof.kernels.hopper.backward_order import count_additions, order_tiles
     from stof.kernels.hopper.fill_work import write_work
     from stof.kernels.triton.fill_items import write_items
     from stof.layout.fill import count_kernels, layouts, tiles, write_kernels
@@ -97,6 +98,9 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {"num_warps": tiles.SEARCHERS}
     yield write_items, [ints, ints, i, i], {}
     yield write_work, [*[ints] * 6, *[i] * 8], {}
+    for queries in (64, 128):
+        yield count_additions, [*[ints] * 4, *[i] * 6, queries], {}
+        yield order_tiles, [*[ints] * 7, "*i8", ints, *[i] * 6, queries], {}
 
 
 def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:

@@ -20,8 +20,8 @@ from stof.kernels.hopper.backward_lists import (
     LAYOUTS,
     TILE,
     BackwardLists,
-    _most_sums,
     make_backward_lists,
+    most_sums,
     split_blocks,
 )
 from stof.kernels.implementation import NeedsGrad, Options
@@ -178,7 +178,7 @@ def test_sums_fit_where_their_number_is_not_read(crowded: int) -> None:
         near | (rows[:, None] < 64 * crowded),
     ]
     lists = lists_of(torch.stack(heads)[None], 64)
-    assert int(lists.sum_ptr[:, -1].max()) <= _most_sums(64)
+    assert int(lists.sum_ptr[:, -1].max()) <= most_sums(64)
 
 
 def test_queries_that_all_keys_see_have_several_sums() -> None:
@@ -229,7 +229,7 @@ def test_no_tile_of_a_causal_mask_is_before_the_diagonal() -> None:
 def test_filled_lists_are_the_same(keep: Tensor, queries: int) -> None:
     """Tiles, ranks and bits; the device numbers bitmaps in another order."""
     pytest.importorskip("triton")
-    from stof.kernels.hopper.backward_lists import filled_backward_lists
+    from stof.kernels.hopper.backward_filled import filled_backward_lists
     from stof.layout.fill.layouts import pattern_numbers
     from stof.layout.fill.tiles import start_fill
 
@@ -250,6 +250,17 @@ def test_filled_lists_are_the_same(keep: Tensor, queries: int) -> None:
         assert [(n, *[x[f] for f in fields]) for n, x in made] == [(n, *[x[f] for f in fields]) for n, x in wanted]
         for (_, one), (_, same) in zip(made, wanted, strict=True):
             assert torch.equal(kept_scores(lists, one), kept_scores(expected, same))
+    # Zeros are read of exactly those that see nothing, or that nothing sees, and are in tiles.
+    for made_seen, dimension, wanted_seen in (
+        (lists.seen_queries, 3, expected.seen_queries),
+        (lists.seen_keys, 2, expected.seen_keys),
+    ):
+        if made_seen is None:
+            assert wanted_seen is None
+        else:
+            assert torch.equal(
+                made_seen[lists.pattern_of.long()], keep.any(dimension).expand(*lists.pattern_of.shape, -1)
+            )
 
 
 def test_layouts_that_the_kernel_cannot_read() -> None:

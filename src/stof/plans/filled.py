@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stof.kernels.hopper.backward_lists import BackwardLists, filled_backward_lists
+from stof.kernels.hopper.backward_filled import filled_backward_lists
+from stof.kernels.hopper.backward_lists import BackwardLists
 from stof.kernels.hopper.filled_lists import prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.kernels.triton.backward_tiles import PreparedBackward

@@ -13,7 +13,6 @@ from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.common import parts_of
 from stof.layout import Layout, LayoutConfig
-from stof.layout.fill.tiles import EVERYTHING, FilledTiles
 
 KEYS_OF_BLOCK = 128
 # Half of a tile's dQ in memory, float32. Each thread has four values next to each other, so that consumers write 16
@@ -59,12 +58,12 @@ class ItemFields(NamedTuple):
 
 ITEM = ItemFields()
 # A block of keys is split above the largest of: so many times the mean number of tiles, this share of the tiles that a
-# thread block has in all, and `_FEWEST_TILES`.
+# thread block has in all, and `FEWEST_TILES`.
 _LONGEST_OVER_MEAN, _LONGEST_SHARE = 3, 1 / 4
 # So many tiles at most add to a sum of dQ, times the mean number of tiles of a block of queries in its pattern; or
-# `_FEWEST_TILES`, if that is more.
-_MOST_OVER_MEAN = 2
-_FEWEST_TILES = 16
+# `FEWEST_TILES`, if that is more.
+MOST_OVER_MEAN = 2
+FEWEST_TILES = 16
 # Kernels index the fields of tiles by 32 bits.
 _MOST_TILES = 2**29
 
@@ -119,7 +118,7 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
     """
     mean = float(counts.double().mean())
     of_thread_block = mean * len(counts) * heads / blocks
-    return math.ceil(max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * of_thread_block, _FEWEST_TILES))
+    return math.ceil(max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * of_thread_block, FEWEST_TILES))
 
 
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
@@ -171,25 +170,10 @@ def make_backward_lists(layout: Layout) -> BackwardLists:
     )  # fmt: skip
 
 
-def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> BackwardLists:
-    """Prepare tiles of a transposed mask that the device has filled, with all columns; waits for it.
-
-    Raises:
-        UnfitLayoutError: see `_ordered`.
-    """
-    queries, left = filled.columns.shape[1], kv_len % KEYS_OF_BLOCK
-    if left:
-        filled.bitmaps[EVERYTHING, left:] = 0
-    bitmap = filled.tile_bitmap[: filled.tiles].long()
-    tiles, sum_ptr, seen_queries, seen_keys = _ordered(
-        filled.row_block_ptr.long(), filled.columns[: filled.tiles, 0].long() // queries,
-        torch.where(bitmap == EVERYTHING, -1, bitmap), filled.bitmaps, EVERYTHING if left else -1, queries,
-        (q_len, kv_len),
-    )  # fmt: skip
-    return BackwardLists(
-        filled.pattern_of, filled.row_block_ptr, tiles, sum_ptr, filled.bitmaps, filled.row_blocks, queries, q_len,
-        kv_len, _most_sums(-(-q_len // queries)), seen_queries, seen_keys,
-    )  # fmt: skip
+def check_count(tiles: int) -> None:
+    """Refuse more tiles than kernels can number."""
+    if tiles >= _MOST_TILES:
+        raise UnfitLayoutError(f"{tiles} tiles are more than 32-bit indices reach")
 
 
 def _ordered(
@@ -211,8 +195,7 @@ def _ordered(
         UnfitLayoutError: there are too many tiles.
     """
     q_len, kv_len = lengths
-    if len(q_block) >= _MOST_TILES:
-        raise UnfitLayoutError(f"{len(q_block)} tiles are more than 32-bit indices reach")
+    check_count(len(q_block))
     row_blocks, q_blocks, count = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries), len(q_block)
     # Of each tile: the number of its row block among those of all patterns.
     number = torch.arange(len(row_block_ptr) - 1, device=q_block.device)
@@ -238,7 +221,7 @@ def _ordered(
     turn = torch.empty_like(place).scatter_(0, in_turn, steps - first[place[in_turn]])
     # Neighbours, which run at the same time, add to different sums.
     adding = adding.view(patterns, -1)
-    most = ((_MOST_OVER_MEAN * adding.sum(1, keepdim=True) + q_blocks - 1) // q_blocks).clamp(min=_FEWEST_TILES)
+    most = ((MOST_OVER_MEAN * adding.sum(1, keepdim=True) + q_blocks - 1) // q_blocks).clamp(min=FEWEST_TILES)
     sums = (adding + most - 1) // most
     end = sums.cumsum(1)
     sums = sums.flatten()
@@ -284,6 +267,6 @@ def _members_seen(block: Tensor, bitmap: Tensor, seen: Tensor, patterns: int, le
     return is_seen.view(patterns, -1)[:, :length].contiguous() if bool(is_missing.any()) else None
 
 
-def _most_sums(q_blocks: int) -> int:
+def most_sums(q_blocks: int) -> int:
     """An upper bound of a head's sums, see `_ordered`: one for each part of a block, and one for every `most` tiles."""
-    return 2 * q_blocks + -(-q_blocks // _MOST_OVER_MEAN)
+    return 2 * q_blocks + -(-q_blocks // MOST_OVER_MEAN)

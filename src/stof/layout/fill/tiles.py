@@ -48,6 +48,8 @@ class FilledTiles:
         tile_bitmap: int32 `[T + 3]`, row of `bitmaps`.
         bitmaps: int32 `[n, block_m, 4]`: nothing, `EVERYTHING`, those of partial tiles; bit `2 j + b` of word `q` is
             column `8 j + 2 q + b`.
+        state: int32, see `count_kernels.state_pointers`: codes of all tiles, and where partial tiles begin.
+        seen_words: an argument of `state_pointers`; there are no slots.
         tiles: T.
         row_blocks: R.
     """
@@ -58,8 +60,16 @@ class FilledTiles:
     columns: Tensor
     tile_bitmap: Tensor
     bitmaps: Tensor
+    state: Tensor
+    seen_words: int
     tiles: int
     row_blocks: int
+
+    @property
+    def unseen(self) -> Tensor:
+        """int32 `[P]`, keys from the first one on that no query sees."""
+        blocks = len(self.partial_count)
+        return self.state[2 * blocks :][: blocks // self.row_blocks]
 
 
 class TileFill:
@@ -162,7 +172,8 @@ class TileFill:
         # Tiles that are moved to the seen keys may begin at any column.
         rows = self.row_tensors()
         columns, tile_bitmap, bitmaps = self._write(self._source.in_bytes(), rows, shapes, tiles, width)
-        return FilledTiles(*rows, columns, tile_bitmap, bitmaps, tiles, self._row_blocks)
+        seen_words, _ = self._table
+        return FilledTiles(*rows, columns, tile_bitmap, bitmaps, self._state, seen_words, tiles, self._row_blocks)
 
     def row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """`pattern_of`, `row_block_ptr` and `partial_count`, for the kernel to write."""
