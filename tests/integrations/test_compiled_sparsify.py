@@ -83,8 +83,7 @@ def test_a_tensor_that_changes() -> None:
     assert not torch.allclose(before, after)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", [None, *SPARSE])
+@pytest.mark.parametrize("name", [None, "named"])
 @pytest.mark.parametrize("build", [models.bert, models.gpt2])
 def test_packed_batches(build: Callable[[], Any], name: str | None) -> None:
     """The documents of a batch change from call to call; they are intersected with the masks of model and layers."""
@@ -112,7 +111,7 @@ def test_one_graph_for_all_masks(packed: bool) -> None:
         inputs: dict[str, Any] = {"input_ids": torch.randint(1, models.VOCABULARY, (1, LENGTH))}
         if packed:
             inputs = hf.pack(**models.batch(lengths=(9 + seed, 15 - seed))).model_inputs()
-        with hf.sparsify(model, _dense(seed)):
+        with hf.sparsify(model, masks.sliding_window(2 + seed) if packed else _dense(seed)):
             torch.testing.assert_close(_outputs(compiled, inputs), _outputs(model, inputs))
     assert packed or counter.frame_count <= 2
 

@@ -109,7 +109,7 @@ def _attention_calls(graphs: list[torch.fx.GraphModule]) -> list[torch.fx.Node]:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sparse", [None, "window", "tensor"])
+@pytest.mark.parametrize("sparse", [None, "window", "dilated"])
 @pytest.mark.parametrize("mask", ["none", "padding"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiled_training_reads_documents(name: str, mask: str, sparse: str | None, backend: str) -> None:
@@ -117,9 +117,7 @@ def test_compiled_training_reads_documents(name: str, mask: str, sparse: str | N
     torch.compiler.reset()
     model = hf.enable(BUILDS[name]()).requires_grad_()
     if sparse is not None:
-        hf.sparsify(
-            model, masks.sliding_window(4) if sparse == "window" else masks.from_dense(torch.rand(WIDTH, WIDTH) < 0.6)
-        )
+        hf.sparsify(model, masks.sliding_window(4) if sparse == "window" else masks.dilated_window(8, 8, dilation=2))
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for _ in range(4):

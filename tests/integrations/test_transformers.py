@@ -405,6 +405,10 @@ def test_compiled_bert_is_one_graph(sparse: str | None) -> None:
     with torch.no_grad():
         # Another batch size makes the compiler try symbolic sizes.
         for inputs in (right, left, {"input_ids": right["input_ids"]}, models.batch(lengths=(7, 9))):
+            if inputs is left and sparse is not None:  # where a sequence begins is not known
+                with pytest.raises(RuntimeError, match="padding on the left"):
+                    compiled(**inputs)
+                continue
             got, want = compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state
             close(got, want)
 

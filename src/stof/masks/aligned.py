@@ -148,7 +148,7 @@ def aligned_documents(q_lengths: Lengths, kv_lengths: Lengths, kv_used: Lengths,
     Raises:
         MaskError: `within` looks at more than distances.
     """
-    other = _not_by_distance(within)
+    other = not_by_distance(within)
     if other is not None:
         raise MaskError(
             f"within a document, masks keep keys by their distance from the query: causal, sliding_window, "
@@ -164,9 +164,9 @@ def aligned_documents(q_lengths: Lengths, kv_lengths: Lengths, kv_used: Lengths,
 _BY_DISTANCE = (rules.Full, rules.Causal, rules.SlidingWindow, rules.DilatedWindow)
 
 
-def _not_by_distance(mask: Mask) -> Mask | None:
+def not_by_distance(mask: Mask) -> Mask | None:
     """A part of a mask that looks at more than the distance of a query from a key; None if there is none."""
     if isinstance(mask, And | Or | Not | Placed | PerHead):
-        return next((other for part in mask.masks if (other := _not_by_distance(part)) is not None), None)
+        return next((other for part in mask.masks if (other := not_by_distance(part)) is not None), None)
     is_test = isinstance(mask, PositionTest) and mask.tested in ("distance", "distance_remainder")
     return None if is_test or isinstance(mask, _BY_DISTANCE) else mask

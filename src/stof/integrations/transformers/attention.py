@@ -13,7 +13,7 @@ from stof.handles import FULL, is_full
 from stof.integrations.transformers.mask_validation import check_scores, check_window
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
-from stof.integrations.transformers.sparse_mask import mask_of_call
+from stof.integrations.transformers.sparse_mask import counts_positions, mask_of_call
 from stof.integrations.transformers.tensor_parallel import local_sinks, mask_of_rank
 from stof.masks import causal, from_dense
 from stof.runtime.private import is_traced
@@ -77,6 +77,8 @@ def attention_forward(
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = is_traced(query)
+    if sparse is not None and compiling and counts_positions(module):
+        _check_begins(module, mask)
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
     if mask.split is not None:
         if dropout:
@@ -85,7 +87,7 @@ def attention_forward(
             )
         if position_bias is not None:
             raise UnsupportedError("a position bias holds every score, so sequences with one are not split", {})
-        combined = mask.narrowed(sparse)
+        combined = mask.narrowed(None if sparse is None else mask.in_sequences(sparse, query.device))
         out = mask.split.attend(query, key, value, combined, scale=scaling, softcap=softcap, sinks=s_aux)
     elif one_query and is_full(mask.mask):
         # One query against a growing cache: a plan for every new length would cost more than it skips.
@@ -130,6 +132,23 @@ def _check_self_attention(
         raise ShapeError(
             f"{type(module).__name__} has a sparse mask, which is for self-attention, and was called with {q_len} "
             f"queries and {kv_len} keys; give sparsify() a mapping or function that returns None for this layer"
+        )
+
+
+def _check_begins(module: nn.Module, mask: ModelMask) -> None:
+    """Refuse sequences that do not begin where their rows do: compiled code counts positions from there."""
+    if mask.packed is not None and not is_full(mask.packed):
+        raise UnsupportedError(
+            f"the sparse mask of {type(module).__name__} looks at positions, and compiled code does not know where the "
+            "sequences of a packed row begin; call the model without torch.compile, or use a mask by distance, such as "
+            "a sliding window",
+            {},
+        )
+    if mask.valid is not None:
+        torch._assert_async(
+            mask.valid[:, 0].all(),
+            "a sparse mask that looks at positions, and padding on the left, which compiled code does not support: pad "
+            "on the right, or call the model without torch.compile",
         )
 
 

@@ -99,6 +99,8 @@ def make_mask(
         q_offset=q_offset,
         kv_offset=kv_offset,
         exact_nan=given is not None and given.exact_nan,
+        valid=pads,
+        packed=None if given is None else given.packed,
     )
 
 
@@ -121,7 +123,7 @@ def _of_split_sequence(given: ModelMask, mask_function: Callable[..., Any]) -> M
             {},
         )
     assert not isinstance(given.mask, Intersection)
-    return ModelMask(intersection(mask, given.mask), given.shape, split=given.split)
+    return ModelMask(intersection(mask, given.mask), given.shape, split=given.split, packed=given.packed)
 
 
 def _evaluated(

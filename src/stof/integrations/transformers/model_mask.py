@@ -10,7 +10,9 @@ from torch import Tensor
 from stof.attention import plan
 from stof.errors import UnsupportedError
 from stof.handles import intersection, mask_of
+from stof.integrations.transformers.sequence_positions import begins_of_documents, begins_of_rows, in_sequences
 from stof.masks import Mask, placed
+from stof.masks.aligned import not_by_distance
 from stof.masks.rules import Documents
 from stof.masks.traced import Intersection
 from stof.plans.plan import Plan
@@ -38,6 +40,8 @@ class ModelMask:
         checked: for a packed mask, whether the model it was given to keeps packed sequences apart (`packing_check`).
         first_position: position of the first token of each sequence, for the mask of a batch that `pack` made; as text,
             because Dynamo takes a number that differs between objects for a symbol.
+        valid: bool `[B, tokens]`, false at padding, of all tokens from position 0 on; None without padding.
+        packed: the mask of the packed sequences of a batch, as it was given; None if there are none.
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
@@ -59,6 +63,8 @@ class ModelMask:
         first_position: str | None = None,
         exact_nan: bool = False,
         split: Any = None,
+        valid: Tensor | None = None,
+        packed: Mask | Intersection | None = None,
     ) -> None:
         self.mask = mask
         self.keep = keep
@@ -70,6 +76,8 @@ class ModelMask:
         self.first_position = first_position
         self.exact_nan = exact_nan
         self.split = split
+        self.valid = valid
+        self.packed = mask if packed is None and not includes_model_mask else packed
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     @property
@@ -102,7 +110,7 @@ class ModelMask:
         return (seen & keys[:, None, None, :]).any(-1).any(1) | q.isnan().any(-1).any(1)
 
     def narrowed(self, sparse: Mask | None) -> Mask | Intersection:
-        """The mask, intersected with a sparse mask written for whole sequences; see `intersection`."""
+        """The mask, intersected with a sparse mask of positions in the rows of the call; see `intersection`."""
         if sparse is None:
             return self.mask
         q_offset, kv_offset = int(self.q_offset), self.kv_offset
@@ -110,13 +118,28 @@ class ModelMask:
             sparse.check(self.shape[2] + q_offset, self.shape[3] + kv_offset)
         return intersection(self.mask, placed(sparse, q_offset, kv_offset))
 
+    def in_sequences(self, sparse: Mask, device: torch.device) -> Mask:
+        """A sparse mask of positions within each sequence, as one of positions in the rows of the call.
+
+        Raises:
+            UnsupportedError: the mask depends on the length of a row, and sequences begin elsewhere.
+        """
+        if not_by_distance(sparse) is None:
+            return sparse
+        begins = None
+        if isinstance(self.packed, Documents):
+            begins = begins_of_documents(self.packed, device)
+        elif self.valid is not None:
+            begins = begins_of_rows(self.valid, device)
+        return sparse if begins is None else in_sequences(sparse, *begins)
+
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
         key = (sparse, q.shape[:3], k.shape[2], q.device)
         stored = self._plans.get(key)
         if stored is None:
             batch, heads, q_len, _ = q.shape
-            mask = mask_of(self.narrowed(sparse))
+            mask = mask_of(self.narrowed(None if sparse is None else self.in_sequences(sparse, q.device)))
             stored = plan(mask, q_len, k.shape[2], batch=batch, heads=heads, device=q.device)
             self._plans[key] = stored
         return stored
@@ -133,6 +156,8 @@ class ModelMask:
             q_offset=self.q_offset,
             kv_offset=self.kv_offset,
             includes_model_mask=self.includes_model_mask,
+            valid=self.valid,
+            packed=self.packed,
         )
 
     def contiguous(self) -> ModelMask:

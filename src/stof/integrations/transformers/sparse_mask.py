@@ -13,6 +13,7 @@ from torch import nn
 from stof.errors import UnsupportedError
 from stof.integrations.transformers.self_attention import attends_to_another_sequence, key_argument
 from stof.masks import Mask
+from stof.masks.aligned import not_by_distance
 from stof.runtime.recomputation import Changes
 
 NAME = "stof"
@@ -56,18 +57,19 @@ class _Use:
         owner: by whom the mask was set: an object for each `Sparsified`.
         hooks: handles of the hooks that check the calls.
         keys: how a call hands over the sequence of the keys; None if there is one sequence.
+        counts_positions: whether the mask looks at more than distances of queries and keys.
         cross: whether the current call attends to another sequence, which has no sparse mask.
         called: whether the current call of the block around the layer, or of the layer, called stof's attention; one
             value for all threads, as compiled code sets it.
         threads: the threads whose current call did, so that calls at the same time do not mix; not in compiled code.
     """
 
-    __slots__ = ("called", "cross", "hooks", "keys", "name", "owner", "threads")
+    __slots__ = ("called", "counts_positions", "cross", "hooks", "keys", "name", "owner", "threads")
 
-    def __init__(self, layer: AttentionLayer, owner: object) -> None:
+    def __init__(self, layer: AttentionLayer, mask: Mask, owner: object) -> None:
         self.name, self.owner = layer.name or type(layer.module).__name__, owner
         self.hooks: list[Any] = []
-        self.keys = key_argument(type(layer.module))
+        self.keys, self.counts_positions = key_argument(type(layer.module)), not_by_distance(mask) is not None
         self.cross = self.called = False
         self.threads: set[int] = set()
 
@@ -83,6 +85,12 @@ class _Use:
 def sparse_mask_of(layer: nn.Module) -> Mask | None:
     """The sparse mask set on an attention layer."""
     return getattr(layer, _MASK, None)
+
+
+def counts_positions(layer: nn.Module) -> bool:
+    """Whether the sparse mask of a layer looks at more than distances of queries and keys."""
+    use: _Use = getattr(layer, _USE)
+    return use.counts_positions
 
 
 def owner_of(layer: nn.Module) -> object:
@@ -146,7 +154,7 @@ def set_mask(layer: AttentionLayer, mask: Mask | None, owner: object) -> None:
         delattr(module, _USE)
     if mask is None:
         return
-    use = _Use(layer, owner)
+    use = _Use(layer, mask, owner)
     setattr(module, _MASK, mask)
     setattr(module, _USE, use)
     outer = module if layer.block is None else layer.block

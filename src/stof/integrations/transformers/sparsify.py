@@ -74,9 +74,9 @@ class Sparsified:
 def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     """Give the self-attention layers of a model a sparse mask: each sees what its own mask AND this one keep.
 
-    The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions count from the
-    start of the row, cached tokens, padding on the left and earlier sequences of a packed row included; random blocks
-    are drawn among as many keys as a cache holds. The mask lives on the layers, for all threads, until it is replaced
+    The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions are those within
+    each sequence, cached tokens included: packed or padded on the left, it has the outputs that it has alone. Random
+    blocks are drawn among as many keys as a row, or a cache, holds. The mask lives on the layers, for all threads, until it is replaced
     or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned. Under
     activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the mask they have.
 
@@ -95,6 +95,10 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
             in a backward pass, that is in a function under activation checkpointing, where masks may not change. Also
             in a backward pass that recomputes a layer's call from before its mask changed.
         MaskError: something that is no mask.
+
+    Calls raise `UnsupportedError` where a sequence does not begin where its row does, and the mask has random blocks, or
+    compiled code runs a packed batch under a mask that looks at more than distances; padding on the left is a
+    `RuntimeError` there.
 
     Examples:
         >>> import stof.integrations.transformers as stof_hf
