@@ -76,9 +76,10 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
 
     The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions are those within
     each sequence, cached tokens included: packed or padded on the left, it has the outputs that it has alone. Random
-    blocks are drawn among as many keys as a row, or a cache, holds. The mask lives on the layers, for all threads, until it is replaced
-    or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is returned. Under
-    activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the mask they have.
+    blocks are drawn among as many keys as a row, or a cache, holds. The mask lives on the layers, for all threads, until
+    it is replaced or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is
+    returned. Under activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the
+    mask they have.
 
     A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
     `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
@@ -96,9 +97,9 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
             in a backward pass that recomputes a layer's call from before its mask changed.
         MaskError: something that is no mask.
 
-    Calls raise `UnsupportedError` where a sequence does not begin where its row does, and the mask has random blocks, or
-    compiled code runs a packed batch under a mask that looks at more than distances; padding on the left is a
-    `RuntimeError` there.
+    Calls raise `UnsupportedError` where sequences do not begin where their rows do and the mask has random blocks, or
+    the batch is packed, the code compiled and the mask looks at more than distances. Compiled code raises
+    `RuntimeError` for padding on the left under such a mask.
 
     Examples:
         >>> import stof.integrations.transformers as stof_hf
