@@ -76,8 +76,8 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
 
     The model's causal, padding or window mask stays in force; cross-attention is left alone. Positions are those within
     each sequence, cached tokens included: packed or padded on the left, it has the outputs that it has alone. Random
-    blocks are drawn among as many keys as a row, or a cache, holds. The mask lives on the layers, for all threads, until
-    it is replaced or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is
+    blocks are drawn among as many keys as a row, or a cache, holds. The mask lives on the layers, for all threads,
+    until it is replaced or removed: by `sparsify(model, None)`, or by `remove` or the end of a `with` block of what is
     returned. Under activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the
     mask they have.
 
