@@ -32,7 +32,7 @@ from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.parallel import Parallelised, parallelise
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
-from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
+from stof.integrations.transformers.sparsify import Sparsified, layer_masks, restore, sparsify
 
 __all__ = [
     "ModelMask",
@@ -87,6 +87,7 @@ def enable(model: nn.Module) -> nn.Module:
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
+    restore(model)
     return model
 
 
@@ -139,7 +140,12 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-    check_when_set(watch)
+    check_when_set(_begin_use)
+
+
+def _begin_use(model: PreTrainedModel) -> None:
+    watch(model)
+    restore(model)
 
 
 register()
