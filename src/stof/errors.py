@@ -88,6 +88,10 @@ class RankMismatchError(StofError, ValueError):
     """Ranks that called one function of `stof.distributed` with other arguments; every rank of the mesh raises it."""
 
 
+class IsolationError(StofError, RuntimeError):
+    """A sequence of a packed batch has other outputs when tokens of another sequence change."""
+
+
 class UnsupportedError(StofError, NotImplementedError):
     """No implementation can run this call; lists every reason of every implementation."""
 

@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from stof.integrations.transformers.attention import attention_forward
+from stof.integrations.transformers.isolation import check_isolation
 from stof.integrations.transformers.mask_interface import make_mask
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import watch
@@ -41,6 +42,7 @@ __all__ = [
     "Sparsified",
     "attention_forward",
     "check_can_serve",
+    "check_isolation",
     "disable",
     "enable",
     "layer_masks",
