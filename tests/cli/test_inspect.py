@@ -40,6 +40,27 @@ def test_shows_figures_and_a_drawing() -> None:
     assert "\x1b[" not in out
 
 
+def test_masks_and_functions_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inspected_masks.py").write_text(
+        "from stof import masks\n"
+        "WINDOW = masks.sliding_window(20)\n"
+        "def near(b, h, q_idx, kv_idx):\n    return (q_idx - kv_idx).abs() < 9\n"
+        "def made(size=30):\n    return masks.causal() & masks.sliding_window(size)\n"
+        "def other(a):\n    return a\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, mask in (
+        ("WINDOW", masks.sliding_window(20)),
+        ("near", masks.sliding_window(8, 8)),
+        ("made", masks.causal() & masks.sliding_window(30)),
+    ):
+        report = json.loads(stof_command("inspect", f"inspected_masks:{name}", "--q-len", "200", "--json").stdout)
+        assert report["statistics"]["needed"] == int(mask.to_dense(200).sum())
+    for name, message in (("other", "is no mask, no mask function"), ("absent", "cannot load inspected_masks:absent")):
+        assert message in stof_command("inspect", f"inspected_masks:{name}", code=2).stderr
+
+
 def test_no_draw_leaves_the_drawing_out() -> None:
     out = stof_command("inspect", MASK, "--q-len", "512", "--no-draw").stdout
     assert "density" in out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stof.errors import StofError
+from stof.errors import ArgumentError, StofError
 
 if TYPE_CHECKING:
     import torch
@@ -161,3 +163,19 @@ def table_console() -> Console:
 
     console = Console()
     return console if console.is_terminal or os.environ.get("COLUMNS") else Console(width=_WIDE)
+
+
+def imported(text: str) -> Any:
+    """What `module:name` names, also in a file of the current folder.
+
+    Raises:
+        ArgumentError: there is no such module, or nothing of this name in it.
+    """
+    module, _, name = text.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # as `python -m` does: a file of the current folder is a module
+        sys.path.insert(0, folder)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(f"cannot load {text}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from stof.calibration.layout_alternatives import Alternative
     from stof.drawing import DrawStyle
     from stof.layout import Layout, LayoutConfig, LayoutStatistics
+    from stof.masks import Mask
     from stof.plans.plan import Plan
     from stof.selection import TokenOrder
     from stof.testing.mask_grid import Shape
@@ -35,7 +37,10 @@ MOST_LISTED = 16
 def inspect(
     mask: Annotated[
         str,
-        typer.Argument(help="A mask, e.g. 'longformer(64, 64) & causal()', or a plan file (*.safetensors)."),
+        typer.Argument(
+            help="A mask, e.g. 'longformer(64, 64) & causal()', a plan file (*.safetensors), or module:name of a mask, "
+            "a mask function (b, h, q_idx, kv_idx) or a function that returns a mask."
+        ),
     ],
     q_len: Annotated[int | None, typer.Option(min=1, help=f"Queries; default {Q_LEN}.")] = None,
     kv_len: Annotated[int | None, typer.Option(min=1, help="Keys; default as many as queries.")] = None,
@@ -85,16 +90,20 @@ def inspect(
     times = alternatives or measure or reorder
     if file and times:
         raise ArgumentError("a plan file has no mask to lay out in other ways; leave out --alternatives and --measure")
-    plan = _load(mask, given) if file else _compile(mask, given)
-    before = _compile(mask, given | {"row_order": "own"}).layout if plan.permuted_rows and not file else None
+    value = None if file else _mask(mask)
+    plan = _load(mask, given) if value is None else _compile(value, given)
+    is_ordered = plan.permuted_rows and value is not None
+    before = _compile(value, given | {"row_order": "own"}).layout if is_ordered and value is not None else None
     if not pattern < plan.layout.patterns:
         raise ArgumentError(f"--pattern is between 0 and {plan.layout.patterns - 1} for this mask, got {pattern}")
     if png is not None:
         from stof.drawing import draw_picture
 
         draw_picture(plan, png, pattern=pattern, before=before)
-    listed = _alternatives(mask, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
-    token_order = None if file else _token_order(mask, plan, given, head_dim)
+    listed, token_order = [], None
+    if value is not None:
+        listed = _alternatives(value, plan, given, head_dim, measure=measure, reorder=reorder) if times else []
+        token_order = _token_order(value, plan, given, head_dim)
     if as_json:
         _print_json(plan, png, before, listed, token_order)
         return
@@ -128,13 +137,37 @@ def _load(path: str, given: dict[str, Any]) -> Plan:
         raise ArgumentError(f"{error}; write one with stof.plan(...).save(path)") from None
 
 
-def _compile(text: str, given: dict[str, Any]) -> Plan:
+def _mask(text: str) -> Mask:
+    """The mask of a text, or of what `module:name` names."""
+    import inspect as signatures
+
+    from stof.cli.common import imported
+    from stof.errors import ArgumentError
+    from stof.masks import Mask, from_function, parse
+
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        return parse(text)
+    value = imported(text)
+    if callable(value) and not isinstance(value, Mask):
+        try:
+            needed = [one for one in signatures.signature(value).parameters.values() if one.default is one.empty]
+        except ValueError as error:
+            raise ArgumentError(f"{text} has no signature: {error}") from error
+        value = from_function(value) if len(needed) == 4 else value() if not needed else None
+    if not isinstance(value, Mask):
+        raise ArgumentError(
+            f"{text} is no mask, no mask function (b, h, q_idx, kv_idx) and no function without arguments that returns "
+            "a mask"
+        )
+    return value
+
+
+def _compile(mask: Mask, given: dict[str, Any]) -> Plan:
     import torch
 
     import stof
     from stof.selection import default_config
 
-    mask = stof.masks.parse(text)
     q_len = given.get("q_len", Q_LEN)
     named, config = given.get("row_order"), _config(given)
     unordered = named == "own"
@@ -170,8 +203,6 @@ def _config(given: dict[str, Any]) -> LayoutConfig | None:
 
 def _row_order(text: str, q_len: int) -> Tensor:
     """`remainder:STRIDE` or `patch:HEIGHTxWIDTH:ROWSxCOLUMNS` as a permutation of `q_len` rows."""
-    import re
-
     from stof.errors import ArgumentError
     from stof.layout import orders
 
@@ -202,30 +233,27 @@ def _call(plan: Plan, given: dict[str, Any], head_dim: int) -> tuple[Shape, torc
     return shape, device, torch.cuda.get_device_name(device)
 
 
-def _token_order(text: str, plan: Plan, given: dict[str, Any], head_dim: int) -> tuple[str, TokenOrder] | None:
+def _token_order(mask: Mask, plan: Plan, given: dict[str, Any], head_dim: int) -> tuple[str, TokenOrder] | None:
     """The call, and the order of the tokens in which it would compute less on a GPU; None if none is known."""
     import torch
 
-    import stof
     from stof.calibration.layout_alternatives import better_order
 
     shape, device, name = _call(plan, given, head_dim)
-    order = better_order(stof.masks.parse(text), shape, torch.float16, name, device)
+    order = better_order(mask, shape, torch.float16, name, device)
     return None if order is None else (f"{shape}, float16, {name}", order)
 
 
 def _alternatives(
-    text: str, plan: Plan, given: dict[str, Any], head_dim: int, *, measure: bool, reorder: bool
+    mask: Mask, plan: Plan, given: dict[str, Any], head_dim: int, *, measure: bool, reorder: bool
 ) -> list[Times]:
     """What `--alternatives`, `--reorder` and `--measure` list, for a call of the mask's sizes or those given."""
     import torch
 
-    import stof
     from stof.calibration.layout_alternatives import estimated, estimated_reordered, measured
     from stof.selection.device_model import load_model
     from stof.tuning.machine import device_name
 
-    mask = stof.masks.parse(text)
     shape, device, name = _call(plan, given, head_dim)
     gpu = device.type == "cuda"
     listed = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stof.cli.common import imported
 from stof.errors import ArgumentError, MissingDependencyError
 from stof.masks import Mask, parse
 from stof.testing.models import MASKS, MODELS, Case, build, inputs_of, mask_of
@@ -59,8 +58,7 @@ def load(text: str, batch: int, length: int, mask: str, device: torch.device, dt
         )
     value = None if mask == "full" else parse(mask)
     if ":" in text:
-        module, _, function = text.partition(":")
-        model, args, kwargs = _called(_function(module, function), text)
+        model, args, kwargs = _called(_function(text), text)
         return _placed(text, model, args, kwargs, value, device, dtype)
     if (Path(text) / "config.json").is_file():
         model, inputs = _pretrained(Path(text), batch, length)
@@ -89,17 +87,10 @@ def _placed(
     return Loaded(name, model.eval().to(device, dtype), tuple(place(value) for value in args), placed, mask)
 
 
-def _function(module: str, name: str) -> Callable[[], Any]:
-    folder = str(Path.cwd())
-    if folder not in sys.path:  # as `python -m` does: a file of the current folder is a module
-        sys.path.insert(0, folder)
-    try:
-        value = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ArgumentError(f"cannot load {module}:{name}: {error}") from error
-    if not callable(value):
-        raise ArgumentError(f"{module}:{name} is no function, it is a {type(value).__name__}")
-    function: Callable[[], Any] = value
+def _function(text: str) -> Callable[[], Any]:
+    function = imported(text)
+    if not callable(function):
+        raise ArgumentError(f"{text} is no function, it is a {type(function).__name__}")
     return function
 
 
