@@ -34,6 +34,7 @@ from stof.integrations.transformers.parallel import Parallelised, parallelise
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, restore, sparsify
+from stof.integrations.transformers.unpadded import pad_calls, unpad_calls
 
 __all__ = [
     "ModelMask",
@@ -54,17 +55,25 @@ __all__ = [
 ]
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
     """`model.set_attn_implementation("stof")`, also where transformers does not reach, and checked.
 
     transformers 5.17 leaves parts that hold a copy of the model's own configuration as they were (T5's encoder and
     decoder), without a word.
 
+    Args:
+        model: a transformers model, or a module around some, such as a `SentenceTransformer`.
+        unpad: for encoders: calls with padding on the right compute on real tokens alone. The batch is packed before
+            the model and unpacked behind it, so hidden states are zeros at padding; lengths are read on the host. Calls
+            with other per-token inputs than `token_type_ids`, or that ask for attention weights, and compiled code
+            compute on padding. The model is checked as for `pack`.
+
     Returns:
         the model.
 
     Raises:
-        UnsupportedError: a part of the model has attention code of its own; all are as before.
+        UnsupportedError: a part of the model has attention code of its own, or with `unpad` is no encoder; all are as
+            before.
 
     Examples:
         >>> import stof.integrations.transformers as stof_hf
@@ -75,6 +84,8 @@ def enable(model: nn.Module) -> nn.Module:
         'stof'
     """
     check_can_serve(model)
+    if unpad:
+        unpad_calls(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
@@ -84,6 +95,7 @@ def enable(model: nn.Module) -> nn.Module:
         for part, implementation in zip(parts, before, strict=True):
             if part.config._attn_implementation != implementation:
                 part.set_attn_implementation(implementation)
+        pad_calls(model)
         names = ", ".join(left) or type(model).__name__
         raise UnsupportedError(not_served(names), {})
     for part, implementation in zip(parts, before, strict=True):
@@ -95,6 +107,8 @@ def enable(model: nn.Module) -> nn.Module:
 
 def disable(model: nn.Module) -> nn.Module:
     """Give each part of a model the attention it had before `enable`, or PyTorch's where it was loaded with stof's.
+
+    Calls compute on padding again.
 
     To train it, say. `model.set_attn_implementation` would leave parts that hold a copy of the configuration with stof.
 
@@ -110,6 +124,7 @@ def disable(model: nn.Module) -> nn.Module:
         'sdpa'
     """
     check_module(model)
+    pad_calls(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     # Setting a part also sets the parts within it, so those follow.

@@ -57,8 +57,7 @@ def pack(
     """Remove the padding of a batch: its tokens in one row, each sequence seeing itself only.
 
     Results equal those of the padded batch for right padding; sequences padded on the left get positions from 0,
-    as they would alone. A sparse mask of `sparsify` counts positions from the start of the row, so with one that does
-    not depend on distances alone, such as `sink_tokens`, results differ. Reads the lengths on the host.
+    as they would alone. Reads the lengths on the host.
 
     The model has to keep sequences apart, which stof checks by running it before its first packed call: on one sequence
     repeated in a row of at most 512 tokens, with the embeddings of one copy NaN. The call raises `UnsupportedError` if

@@ -49,7 +49,9 @@ class Sparsified:
             set_mask(layer, mask, self._owner)
         # The innermost model that has all of these layers: it is part of other models, whose checkpoints it reads.
         base = model.base_model if isinstance(model, PreTrainedModel) else None
-        self._config: Any = base.config if base is not None and len(_self_attention(base)) == len(layers) else None
+        self._config: Any = (
+            base.config if base is not None and len(self_attention_layers(base)) == len(layers) else None
+        )
         if self._config is not None:
             self._saved_before = vars(self._config).get(_SAVED)
             texts = [None if mask is None else mask.key for mask in masks]
@@ -139,7 +141,7 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     """
     check_module(model)
     per_layer = layer_masks(model, mask)
-    layers = _self_attention(model)
+    layers = self_attention_layers(model)
     if mask is not None:
         for layer in layers:
             config: Any = layer.module.config
@@ -160,7 +162,7 @@ def restore(model: nn.Module) -> None:
         saved: Any = vars(part.config).get(_SAVED) if isinstance(part, PreTrainedModel) else None
         if saved is None or saved["model"] != type(part).__name__:
             continue
-        layers, texts = _self_attention(part), saved["masks"]
+        layers, texts = self_attention_layers(part), saved["masks"]
         if any(sparse_mask_of(layer.module) is not None for layer in layers):
             continue
         config: Any = part.config
@@ -190,7 +192,7 @@ def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
         >>> stof_hf.layer_masks(stof_hf.enable(model), {1: masks.sliding_window(7)})
         [None, sliding_window(left=7, right=0)]
     """
-    names = [layer.name for layer in _self_attention(model)]
+    names = [layer.name for layer in self_attention_layers(model)]
     if not names:
         raise ArgumentError(
             f"{type(model).__name__} has no self-attention layer that runs through transformers' attention interface; "
@@ -240,7 +242,7 @@ def _checked(mask: object) -> Mask | None:
     )
 
 
-def _self_attention(model: nn.Module) -> list[AttentionLayer]:
+def self_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """Layers that call the attention interface, in model order, without those that attend to another sequence."""
     return [
         attention_layer(model, name)

@@ -1,0 +1,141 @@
+"""Encoders that compute on the tokens of a padded batch alone: it is packed before the model and unpacked behind it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stof.errors import UnsupportedError
+from stof.integrations.transformers.packing import PackedBatch, pack
+from stof.integrations.transformers.sparsify import self_attention_layers
+
+_UNPADDING = "_stof_unpadding"
+
+
+def unpad_calls(model: nn.Module) -> None:
+    """Have the encoders of a model leave out padding on the right; see `enable`.
+
+    Raises:
+        UnsupportedError: a part is no encoder.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    inner = {id(child) for part in parts for child in part.modules() if child is not part}
+    bases = [part.base_model for part in parts if id(part) not in inner]
+    for base in bases:
+        config: Any = base.config
+        layers = self_attention_layers(base)
+        if config.is_encoder_decoder or any(getattr(layer.module, "is_causal", True) for layer in layers):
+            raise UnsupportedError(
+                f"unpad=True takes encoders, and {type(base).__name__} is none; pack its batches with pack()", {}
+            )
+    for base in bases:
+        if not hasattr(base, _UNPADDING):
+            setattr(base, _UNPADDING, _Unpadding(base))
+
+
+def pad_calls(model: nn.Module) -> None:
+    """Undo `unpad_calls`."""
+    for part in model.modules():
+        unpadding: _Unpadding | None = vars(part).get(_UNPADDING)
+        if unpadding is not None:
+            unpadding.remove()
+            delattr(part, _UNPADDING)
+
+
+class _Unpadding:
+    """Replaces `forward` of one base model, which some libraries call instead of the model."""
+
+    def __init__(self, base: Any) -> None:
+        self._base, self._forward, self._replaced = base, base.forward, vars(base).get("forward")
+        self._names = tuple(inspect.signature(base.forward).parameters)
+        # Models that count positions from the padding's number on (RoBERTa).
+        padding: Any = getattr(getattr(base, "embeddings", None), "padding_idx", None)
+        self._first_position = 0 if padding is None else padding + 1
+        self._pools_rows = False
+
+        @functools.wraps(base.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            packed = self._packed(args, kwargs)
+            return self._forward(*args, **kwargs) if packed is None else self._call(*packed)
+
+        base.forward = forward
+
+    def remove(self) -> None:
+        if self._replaced is None:
+            del self._base.forward
+        else:
+            self._base.forward = self._replaced
+
+    def __deepcopy__(self, memo: Any) -> None:
+        raise UnsupportedError("a model with unpad=True is not copied; call disable(model) first", {})
+
+    def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]] | None:
+        """The packed batch of a call and its options, or None if it computes on padding."""
+        if torch.compiler.is_compiling() or len(args) > len(self._names):
+            return None
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        ids, valid = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
+        options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+        if ids is None or valid is None or ids.ndim != 2 or valid.shape != ids.shape or not is_padded_right(valid):
+            return None
+        known = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
+        if not known or any(options.get(name) is not None for name in ("past_key_values", "output_attentions")):
+            return None
+        per_token: dict[str, Any] = tensors
+        return pack(ids, valid, first_position=self._first_position, **per_token), options
+
+    def _call(self, packed: PackedBatch, options: dict[str, Any]) -> Any:
+        # The model, not its `forward`: a hook checks that it keeps sequences apart.
+        output = self._base(**{**options, **packed.model_inputs()})
+        values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
+        made = {name: _unpacked(packed, value) for name, value in values.items()}
+        first = next(iter(values))
+        # What is left describes rows, such as BERT's pooled first tokens.
+        for name, value in values.items():
+            if isinstance(value, Tensor) and not _has_tokens(packed, value):
+                self._check_pooler(values[first], value, name)
+                made[name] = self._base.pooler(made[first])
+        return tuple(made.values()) if isinstance(output, tuple) else type(output)(**made)
+
+    def _check_pooler(self, rows: Tensor, value: Tensor, name: object) -> None:
+        """Refuse a model whose other output is not `base.pooler` of the hidden states."""
+        if self._pools_rows:
+            return
+        pooler: Any = getattr(self._base, "pooler", None)
+        again = None if pooler is None else pooler(rows)
+        if again is None or again.shape != value.shape or not torch.allclose(again, value, atol=1e-3, rtol=1e-3):
+            raise UnsupportedError(
+                f"{type(self._base).__name__} returns {name}, which its pooler does not make of the hidden states, so "
+                "it is not known for each sequence; leave out unpad=True",
+                {},
+            )
+        self._pools_rows = True
+
+
+def is_padded_right(valid: Tensor) -> bool:
+    """Whether there is padding, on the right alone, and a token in each row. Waits for the device."""
+    is_token = valid != 0
+    decreasing = (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
+    return bool(decreasing & ~is_token.all())
+
+
+def _has_tokens(packed: PackedBatch, value: Tensor) -> bool:
+    """Whether a tensor is `[R, T, ...]` of a packed batch; pooled outputs have two dimensions."""
+    return value.ndim > 2 and value.shape[:2] == packed.packed_shape
+
+
+def _unpacked(packed: PackedBatch, value: Any) -> Any:
+    if isinstance(value, Tensor) and _has_tokens(packed, value):
+        return packed.unpack(value)
+    if isinstance(value, tuple):
+        return tuple(_unpacked(packed, part) for part in value)
+    if isinstance(value, Mapping):
+        return {name: _unpacked(packed, part) for name, part in value.items()}
+    return value

@@ -1,0 +1,135 @@
+"""`enable(model, unpad=True)`: encoders compute on real tokens alone, with the outputs of the padded batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BertConfig,
+    BertForSequenceClassification,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from stof.errors import UnsupportedError
+from tests.integrations import models
+
+hf = pytest.importorskip("stof.integrations.transformers")
+
+from stof.integrations.transformers import unpadded  # noqa: E402
+
+SIZES = {
+    "vocab_size": models.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _roberta() -> Any:
+    return RobertaModel(RobertaConfig(**SIZES, pad_token_id=1)).eval()
+
+
+def _inputs(side: str = "right", lengths: tuple[int, ...] = (5, 16, 12)) -> dict[str, torch.Tensor]:
+    batch = models.batch(side, lengths)
+    valid = batch["attention_mask"].bool()
+    return {
+        "input_ids": torch.where(valid, batch["input_ids"].clamp(min=2), 1),
+        "attention_mask": batch["attention_mask"],
+    }
+
+
+def _packed_calls(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
+    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing, torch.no_grad():
+        return model(**inputs), packing.call_count
+
+
+@pytest.mark.parametrize("build", [models.bert, _roberta])
+def test_outputs_are_those_of_the_padded_batch(build: Any) -> None:
+    model, inputs = build(), _inputs()
+    valid = inputs["attention_mask"].bool()
+    extra = {"token_type_ids": torch.zeros_like(inputs["input_ids"]), "output_hidden_states": True}
+    with torch.no_grad():
+        want = model(**inputs, **extra)
+    hf.enable(model, unpad=True)
+    got, calls = _packed_calls(model, inputs | extra)
+    assert calls == 1
+    assert type(got) is type(want)
+    assert got.keys() == want.keys()
+    for made, wanted in zip((got[0], *got.hidden_states), (want[0], *want.hidden_states), strict=True):
+        torch.testing.assert_close(made[valid], wanted[valid], atol=2e-5, rtol=1e-5)
+        assert not made[~valid].any()
+    torch.testing.assert_close(got.pooler_output, want.pooler_output, atol=2e-5, rtol=1e-5)
+    as_tuple, _ = _packed_calls(model, inputs | {"return_dict": False})
+    torch.testing.assert_close(as_tuple[0], got[0])
+    torch.testing.assert_close(as_tuple[1], got.pooler_output)
+
+
+def test_gradients() -> None:
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)).eval()
+    padded, inputs, gradients = copy.deepcopy(model), _inputs(), []
+    hf.enable(model, unpad=True)
+    for one in (padded, model):
+        one(**inputs, labels=torch.tensor([0, 2, 1])).loss.backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    for made, wanted in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["left", "none", "positions", "embeds", "compiled"])
+def test_other_calls_compute_on_padding(case: str) -> None:
+    model, inputs = models.bert(), _inputs("left" if case == "left" else "right")
+    given: dict[str, Any] = dict(inputs)
+    if case == "none":
+        given = {"input_ids": inputs["input_ids"]}
+    elif case == "positions":
+        given["position_ids"] = torch.arange(16).expand(3, -1)
+    elif case == "embeds":
+        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
+    with torch.no_grad():
+        want = model(**given)[0]
+    hf.enable(model, unpad=True)
+    called = torch.compile(model, backend="eager") if case == "compiled" else model
+    got, calls = _packed_calls(called, given)
+    assert calls == 0
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[0][valid], want[valid], atol=2e-5, rtol=1e-5)
+
+
+def test_enabled_twice_and_disabled() -> None:
+    model, inputs = models.bert(), _inputs()
+    hf.enable(hf.enable(model, unpad=True), unpad=True)
+    assert _packed_calls(model, inputs)[1] == 1
+    hf.disable(model)
+    assert _packed_calls(model, inputs)[1] == 0
+    copy.deepcopy(model)
+
+
+def test_refused() -> None:
+    for build in (models.llama, models.t5):
+        with pytest.raises(UnsupportedError, match="unpad=True takes encoders"):
+            hf.enable(build(), unpad=True)
+    model = hf.enable(AlbertModel(AlbertConfig(**SIZES, embedding_size=16)).eval(), unpad=True)
+    with pytest.raises(UnsupportedError, match="returns pooler_output, which its pooler does not make"):
+        model(**_inputs())
+    with pytest.raises(UnsupportedError, match="is not copied"):
+        copy.deepcopy(model)
+
+
+def test_sentence_transformers() -> None:
+    from sentence_transformers import SentenceTransformer
+
+    from stof.demo.jobs import checkpoint
+
+    texts = ["a", "a longer sentence of more words", "three words here"] * 3
+    model = SentenceTransformer(str(checkpoint()), device="cpu", local_files_only=True)
+    want = model.encode(texts)
+    hf.enable(model, unpad=True)
+    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+        got = model.encode(texts)
+    assert packing.call_count == 1
+    assert abs(got - want).max() < 1e-5
