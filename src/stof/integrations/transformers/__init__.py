@@ -31,9 +31,10 @@ from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.parallel import Parallelised, parallelise
+from stof.integrations.transformers.saved_masks import keep_in_checkpoints
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
-from stof.integrations.transformers.sparsify import Sparsified, layer_masks, restore, sparsify
+from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
 from stof.integrations.transformers.unpadded import pad_calls, unpad_calls
 
 __all__ = [
@@ -101,7 +102,6 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
-    restore(model)
     return model
 
 
@@ -157,12 +157,8 @@ def register() -> None:
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-    check_when_set(_begin_use)
-
-
-def _begin_use(model: PreTrainedModel) -> None:
-    watch(model)
-    restore(model)
+    check_when_set(watch)
+    keep_in_checkpoints()
 
 
 register()

@@ -137,6 +137,7 @@ def _check_self_attention(
 
 def _check_begins(module: nn.Module, mask: ModelMask) -> None:
     """Refuse sequences that do not begin where their rows do: compiled code counts positions from there."""
+    mask.refuse_unknown_sequences()
     if mask.packed is not None and not is_full(mask.packed):
         raise UnsupportedError(
             f"the sparse mask of {type(module).__name__} looks at positions, and compiled code does not know where the "
@@ -146,7 +147,7 @@ def _check_begins(module: nn.Module, mask: ModelMask) -> None:
         )
     if mask.valid is not None:
         torch._assert_async(
-            mask.valid[:, 0].all(),
+            (mask.valid[:, 0] | ~mask.valid.any(1)).all(),
             "a sparse mask that looks at positions, and padding on the left, which compiled code does not support: pad "
             "on the right, or call the model without torch.compile",
         )

@@ -101,6 +101,7 @@ def make_mask(
         exact_nan=given is not None and given.exact_nan,
         valid=pads,
         packed=None if given is None else given.packed,
+        sequences_unknown=given is not None and given.sequences_unknown,
     )
 
 

@@ -10,7 +10,12 @@ from torch import Tensor
 from stof.attention import plan
 from stof.errors import UnsupportedError
 from stof.handles import intersection, mask_of
-from stof.integrations.transformers.sequence_positions import begins_of_documents, begins_of_rows, in_sequences
+from stof.integrations.transformers.sequence_positions import (
+    begins_of_documents,
+    begins_of_rows,
+    documents_in,
+    in_sequences,
+)
 from stof.masks import Mask, placed
 from stof.masks.aligned import not_by_distance
 from stof.masks.rules import Documents
@@ -42,6 +47,7 @@ class ModelMask:
             because Dynamo takes a number that differs between objects for a symbol.
         valid: bool `[B, tokens]`, false at padding, of all tokens from position 0 on; None without padding.
         packed: the mask of the packed sequences of a batch, as it was given; None if there are none.
+        sequences_unknown: whether `keep` holds packed sequences that begin at unknown positions.
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
@@ -65,6 +71,7 @@ class ModelMask:
         split: Any = None,
         valid: Tensor | None = None,
         packed: Mask | Intersection | None = None,
+        sequences_unknown: bool = False,
     ) -> None:
         self.mask = mask
         self.keep = keep
@@ -77,6 +84,7 @@ class ModelMask:
         self.exact_nan = exact_nan
         self.split = split
         self.valid = valid
+        self.sequences_unknown = sequences_unknown
         self.packed = mask if packed is None and not includes_model_mask else packed
         self._plans: dict[tuple[object, ...], Plan] = {}
 
@@ -126,12 +134,26 @@ class ModelMask:
         """
         if not_by_distance(sparse) is None:
             return sparse
-        begins = None
-        if isinstance(self.packed, Documents):
-            begins = begins_of_documents(self.packed, device)
-        elif self.valid is not None:
-            begins = begins_of_rows(self.valid, device)
-        return sparse if begins is None else in_sequences(sparse, *begins)
+        self.refuse_unknown_sequences()
+        packed = self.packed if isinstance(self.packed, Documents) else documents_in(self.mask)
+        if packed is not None:
+            begins = begins_of_documents(packed, device)
+        else:
+            begins = None if self.valid is None else begins_of_rows(self.valid, device)
+        return sparse if begins is None else in_sequences(sparse, *begins, packed is not None)
+
+    def refuse_unknown_sequences(self) -> None:
+        """Refuse a sparse mask that counts positions where a tensor of scores alone keeps packed sequences apart.
+
+        Raises:
+            UnsupportedError: it is such a call.
+        """
+        if self.sequences_unknown:
+            raise UnsupportedError(
+                "a sparse mask that looks at positions, and position_ids in an exported program or a CUDA graph, where "
+                "nobody reads at which positions sequences begin; leave position_ids out, or use a mask by distance",
+                {},
+            )
 
     def plan(self, sparse: Mask | None, q: Tensor, k: Tensor) -> Plan:
         """The plan for these queries and keys; the same object for every layer with the same `sparse`."""
@@ -158,6 +180,7 @@ class ModelMask:
             includes_model_mask=self.includes_model_mask,
             valid=self.valid,
             packed=self.packed,
+            sequences_unknown=self.sequences_unknown,
         )
 
     def contiguous(self) -> ModelMask:

@@ -298,7 +298,7 @@ def _mask_of_positions(takes_mask: bool, arguments: dict[str, Any], tracing: boo
     if graph and (not tracing or is_exporting() or captured):
         keep = numbers[:, None, :, None] == numbers[:, None, None, :]
         keep = keep if valid is None else keep & valid[:, None, None, :]
-        return ModelMask(FULL, shape, keep=keep, includes_model_mask=False)
+        return ModelMask(FULL, shape, keep=keep, includes_model_mask=False, sequences_unknown=True)
     ids = numbers if valid is None else torch.where(valid, numbers, -1)
     if graph:
         return ModelMask(documents(ids), shape, includes_model_mask=False)

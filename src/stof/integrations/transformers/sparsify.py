@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from stof.errors import ArgumentError, MaskError, StofError
 from stof.integrations.transformers.layer_code import calls_interface
@@ -25,9 +23,6 @@ from stof.integrations.transformers.sparse_mask import (
 from stof.masks import NAMED_MASKS, Mask
 from stof.masks.tensors import as_mask
 
-# In a configuration: the class whose layers have sparse masks, and the text of each layer's mask.
-_SAVED = "stof_sparse_masks"
-
 PerLayer = Mask | str | Mapping[int, Mask | None] | Callable[[int], Mask | None] | None
 
 
@@ -39,7 +34,7 @@ class Sparsified:
         masks: the mask of each of them; None where a layer keeps only the model's own.
     """
 
-    def __init__(self, model: nn.Module, layers: list[AttentionLayer], masks: list[Mask | None]) -> None:
+    def __init__(self, layers: list[AttentionLayer], masks: list[Mask | None]) -> None:
         self.layers = tuple(layer.name for layer in layers)
         self.masks = tuple(masks)
         self._layers = layers
@@ -47,15 +42,6 @@ class Sparsified:
         self._owner = object()
         for layer, mask in zip(layers, masks, strict=True):
             set_mask(layer, mask, self._owner)
-        # The innermost model that has all of these layers: it is part of other models, whose checkpoints it reads.
-        base = model.base_model if isinstance(model, PreTrainedModel) else None
-        self._config: Any = (
-            base.config if base is not None and len(self_attention_layers(base)) == len(layers) else None
-        )
-        if self._config is not None:
-            self._saved_before = vars(self._config).get(_SAVED)
-            texts = [None if mask is None else mask.key for mask in masks]
-            self._save({"model": type(base).__name__, "masks": texts} if any(texts) else None)
 
     def remove(self) -> None:
         """Put back the masks that were set before; a second call changes nothing.
@@ -71,16 +57,7 @@ class Sparsified:
                 )
         for layer, before in zip(self._layers, self._before, strict=True):
             set_mask(layer, *before)
-        if self._layers and self._config is not None:
-            self._save(self._saved_before)
         self._layers, self._before = [], []
-
-    def _save(self, saved: dict[str, Any] | None) -> None:
-        """Write into the configuration what `restore` reads, or nothing."""
-        if saved is not None:
-            setattr(self._config, _SAVED, saved)
-        elif _SAVED in vars(self._config):
-            delattr(self._config, _SAVED)
 
     def __enter__(self) -> Sparsified:
         return self
@@ -104,8 +81,10 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
     returned. Under activation checkpointing, call `backward()` before the mask changes: layers are recomputed under the
     mask they have.
 
-    `save_pretrained` writes the masks of a whole model into its configuration as text, and loading restores them; masks
-    of functions and tensors, and other attention implementations, warn then.
+    `save_pretrained` writes the masks into the configuration as text, and `from_pretrained` restores them; it warns
+    where it cannot: of masks of functions and tensors, and with another attention implementation.
+
+    A 4-D `attention_mask` says nothing of sequences, so positions count from the start of the row under it.
 
     A compiled model is compiled anew for every other mask, since Dynamo treats integers on modules as constants. With
     `torch._dynamo.config.allow_unspec_int_on_nn_module = True` one graph serves all masks, unless batches are packed.
@@ -150,35 +129,7 @@ def sparsify(model: nn.Module, mask: PerLayer) -> Sparsified:
                     f"layer {layer.name} runs attn_implementation={config._attn_implementation!r}, which would ignore "
                     "a stof mask; call stof.integrations.transformers.enable(model)"
                 )
-    return Sparsified(model, layers, per_layer)
-
-
-def restore(model: nn.Module) -> None:
-    """Set the sparse masks that a checkpoint's configuration names, or warn where that cannot be.
-
-    Functions and tensors have no text, and other attention implementations have no sparse masks.
-    """
-    for part in model.modules():
-        saved: Any = vars(part.config).get(_SAVED) if isinstance(part, PreTrainedModel) else None
-        if saved is None or saved["model"] != type(part).__name__:
-            continue
-        layers, texts = self_attention_layers(part), saved["masks"]
-        if any(sparse_mask_of(layer.module) is not None for layer in layers):
-            continue
-        config: Any = part.config
-        if config._attn_implementation == NAME and not all(_runs_stof(layer) for layer in layers):
-            continue  # parts with configurations of their own follow
-        reason = None
-        if config._attn_implementation != NAME:
-            reason = f"attn_implementation={config._attn_implementation!r} ignores them; give {NAME!r}"
-        elif len(layers) != len(texts):
-            reason = f"it has {len(layers)} self-attention layers; call sparsify()"
-        elif any(text is not None and "<" in text for text in texts):
-            reason = "functions and tensors are not stored; call sparsify() with them"
-        if reason is not None:
-            warnings.warn(f"{type(part).__name__} was saved with sparse masks {texts}, but {reason}", stacklevel=2)
-            continue
-        sparsify(part, dict(enumerate(map(_checked, texts))))
+    return Sparsified(layers, per_layer)
 
 
 def layer_masks(model: nn.Module, mask: PerLayer) -> list[Mask | None]:
