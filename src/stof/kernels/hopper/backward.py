@@ -84,6 +84,7 @@ def bind_backward(
     gradients = _Strides(*(Strides(*empty_gradient(x).stride()[:3]) for x in (q, k, v)))
     patterns = lists.pattern_of.long()
     of_queries, of_keys = (None if x is None else x[patterns][..., None] for x in (lists.seen_queries, lists.seen_keys))
+    # Of q, k, v and d_out. V is not a factor of dQ, dK or dV, and what it makes NaN of dP is dropped by the bitmaps.
     seen = of_queries, of_keys, None, of_queries
     copied = [not readable(x) or kept is not None for x, kept in zip((q, k, v, d_out), seen, strict=True)]
     q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))

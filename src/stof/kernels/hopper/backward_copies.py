@@ -39,8 +39,8 @@ ITEM_STAGES = gl.constexpr(2)
 # Named barriers; Triton uses the first few of the sixteen itself. `Q_EMPTY` has one for each stage, `DQ_FULL` one for
 # each half of each stage.
 DS_FULL, Q_EMPTY, DQ_FULL = gl.constexpr(8), gl.constexpr(9), gl.constexpr(11)
-# Threads at them: the consumers alone, and with the producer; one consumer warpgroup and an accumulator.
-CONSUMERS, AND_PRODUCER, AND_ACCUMULATOR = gl.constexpr(256), gl.constexpr(288), gl.constexpr(160)
+# How many threads meet there: both consumer warpgroups, these with the producer, or one of them with an accumulator.
+CONSUMERS, WITH_PRODUCER, WITH_ACCUMULATOR = gl.constexpr(256), gl.constexpr(288), gl.constexpr(160)
 DQ_ROWS, DQ_COLUMNS = (gl.constexpr(size) for size in DQ_HALF)
 
 # What all warps read.
@@ -130,7 +130,7 @@ def producer(args, config: gl.constexpr):
         _send_item(args, index, field)
         for tile in range(begin, end):
             q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
-            wait_named(Q_EMPTY + stage, AND_PRODUCER)
+            wait_named(Q_EMPTY + stage, WITH_PRODUCER)
             full = args.q_full.index(stage)
             mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
             q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
@@ -153,7 +153,7 @@ def producer(args, config: gl.constexpr):
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
     _send_item(args, index, -1)
     for last in gl.static_range(STAGES):
-        wait_named(Q_EMPTY + last, AND_PRODUCER)
+        wait_named(Q_EMPTY + last, WITH_PRODUCER)
 
 
 @gluon.jit
@@ -181,7 +181,7 @@ def accumulator(args, STAGE: gl.constexpr):
                 wait_count(counter_ptr, rank)
             fence_async()
             for g in gl.static_range(2):
-                wait_named(DQ_FULL + STAGE * 2 + g, AND_ACCUMULATOR)
+                wait_named(DQ_FULL + STAGE * 2 + g, WITH_ACCUMULATOR)
                 at = [row + g * DQ_ROWS, 0]
                 if rank == 0:
                     async_store(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))

@@ -37,6 +37,7 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
     launch(order_tiles, patterns * row_blocks, tensors, sizes, (queries,), device=device)
     sum_ptr = torch.nn.functional.pad(end[:, 1::2], (1, 0))
     some_query, some_key = flags.tolist()
+    # `unseen` counts from the end: queries that see nothing are the last ones.
     to_end = q_len - torch.arange(q_len, device=device) if some_query else None
     return BackwardLists(
         filled.pattern_of, filled.row_block_ptr, tiles, sum_ptr, filled.bitmaps, row_blocks, queries, q_len, kv_len,

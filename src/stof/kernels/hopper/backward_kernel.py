@@ -60,8 +60,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.kernels.hopper.backward_copies import (
-    AND_ACCUMULATOR,
-    AND_PRODUCER,
     BATCH_HEAD,
     BITMAP,
     CONSUMERS,
@@ -78,6 +76,8 @@ from stof.kernels.hopper.backward_copies import (
     SLOT,
     STAGES,
     TILE_SIZE,
+    WITH_ACCUMULATOR,
+    WITH_PRODUCER,
     BackwardArgs,
     accumulator,
     item_field,
@@ -183,7 +183,7 @@ def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
     mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
     args.dq_smem.index(stage * 2 + GROUP).store(dq)
     fence_async_shared()
-    arrive_named(DQ_FULL + stage * 2 + GROUP, AND_ACCUMULATOR)
+    arrive_named(DQ_FULL + stage * 2 + GROUP, WITH_ACCUMULATOR)
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     phase = 0
     kv_phase = 0
     for free in gl.static_range(STAGES):
-        arrive_named(Q_EMPTY + free, AND_PRODUCER)
+        arrive_named(Q_EMPTY + free, WITH_PRODUCER)
     begin, end = wait_item(args, 0, 4)
     while begin >= 0:
         dk = gl.zeros([64, D], gl.float32, layout)
@@ -229,7 +229,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
                 s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
                 dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
-                arrive_named(Q_EMPTY + stage, AND_PRODUCER)
+                arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
                 _send_dq(args, dq, stage, phase, GROUP)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 phase = phase ^ stage
@@ -237,7 +237,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
-            arrive_named(Q_EMPTY + stage, AND_PRODUCER)
+            arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
             _send_dq(args, dq, stage, phase, GROUP)
             mbarrier.arrive(args.kv_empty, count=1)
             phase = phase ^ stage

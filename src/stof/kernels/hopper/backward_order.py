@@ -20,8 +20,8 @@ KEYS = tl.constexpr(KEYS_OF_BLOCK)
 COLUMNS = 32
 _ROWS, _COLUMNS, _CHUNK = (tl.constexpr(size) for size in (32, COLUMNS, 256))
 _MOST, _FEWEST = tl.constexpr(MOST_OVER_MEAN), tl.constexpr(FEWEST_TILES)
-_KNOWN = tl.constexpr(EVERYTHING + 1)
-_OF_FULL = tl.constexpr(EVERYTHING)
+# The bitmap of full tiles, and the first one of partial tiles: see `FilledTiles`.
+_OF_FULL, _FIRST_PARTIAL = tl.constexpr(EVERYTHING), tl.constexpr(EVERYTHING + 1)
 _Q_BLOCK, _BITMAP, _RANK, _SUM = (tl.constexpr(field) for field in TILE)
 _TILE_SIZE = tl.constexpr(len(TILE))
 _SIZES = ["patterns", "row_blocks", "q_blocks", "q_len", "kv_len", "seen_words"]
@@ -55,8 +55,8 @@ def count_additions(
     pattern = tl.program_id(0) // groups
     q = tl.program_id(0) % groups * _COLUMNS + tl.arange(0, _COLUMNS)
     first_block = pattern * row_blocks
-    later = tl.zeros([_COLUMNS], tl.int32)
-    earlier = tl.zeros([_COLUMNS], tl.int32)
+    from_diagonal = tl.zeros([_COLUMNS], tl.int32)
+    up_to_diagonal = tl.zeros([_COLUMNS], tl.int32)
     chunks = (row_blocks + _ROWS - 1) // _ROWS
     for n in range(chunks):
         row_block = (chunks - 1 - n) * _ROWS + tl.arange(0, _ROWS)
@@ -68,17 +68,17 @@ def count_additions(
         before = tl.where(is_before, is_tile, 0)
         turn = tl.where(
             is_before,
-            earlier[None, :] + tl.cumsum(before, 0, reverse=True),
-            later[None, :] + tl.cumsum(after, 0, reverse=True),
+            up_to_diagonal[None, :] + tl.cumsum(before, 0, reverse=True),
+            from_diagonal[None, :] + tl.cumsum(after, 0, reverse=True),
         )
         tl.store(turn_ptr + cell, turn - 1, mask=exists & (is_tile != 0))
-        later += tl.sum(after, 0)
-        earlier += tl.sum(before, 0)
+        from_diagonal += tl.sum(after, 0)
+        up_to_diagonal += tl.sum(before, 0)
     tiles = tl.load(row_block_ptr + first_block + row_blocks) - tl.load(row_block_ptr + first_block)
     most = tl.maximum((tiles * _MOST + q_blocks - 1) // q_blocks, _FEWEST)
     place = sums_ptr + (pattern * q_blocks + q) * 2
-    tl.store(place, (later + most - 1) // most, mask=q < q_blocks)
-    tl.store(place + 1, (earlier + most - 1) // most, mask=q < q_blocks)
+    tl.store(place, (from_diagonal + most - 1) // most, mask=q < q_blocks)
+    tl.store(place + 1, (up_to_diagonal + most - 1) // most, mask=q < q_blocks)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -109,7 +109,7 @@ def order_tiles(
     row_block = block % row_blocks
     begin = tl.load(row_block_ptr + block)
     tiles = tl.load(row_block_ptr + block + 1) - begin
-    first_bitmap = tl.load(begin_ptr + block) + _KNOWN
+    first_bitmap = tl.load(begin_ptr + block) + _FIRST_PARTIAL
     diagonal = _diagonal(row_block, q_len, kv_len, QUERIES)
     cells = block.to(tl.int64) * q_blocks
     of_full = tl.where((row_block == row_blocks - 1) & (kv_len % KEYS > 0), _OF_FULL, -1)
