@@ -92,7 +92,13 @@ def random_call(shape: str, texture: str, head_dim: int, dtype: torch.dtype, **o
 def test_against_float64(shape: str, texture: str, head_dim: int, queries: int) -> None:
     dtype = torch.bfloat16 if head_dim % 16 else torch.float16
     call = random_call(shape, texture, head_dim, dtype)
-    attend, arguments = bound(call, queries)
+    try:
+        attend, arguments = bound(call, queries)
+    except UnfitLayoutError:  # heads that share a key head, and do not see the same keys
+        assert call["q"].shape[1] > call["k"].shape[1]
+        assert texture == "per head"
+        assert not bool(call["keep"].any(2).all())
+        return
     gradients = attend(*arguments)
     assert_gradients(Gradients(*[x if x is None else x.cpu() for x in gradients]), call)
     again = attend(*arguments)
