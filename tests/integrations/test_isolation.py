@@ -26,8 +26,10 @@ def test_sequences_that_are_apart(build: Any) -> None:
     batch = _batch()
     ones = torch.ones_like(batch["input_ids"])
     model = build().train()
+    model.lm_head.eval()
     hf.check_isolation(model, batch | {"use_cache": False})
     assert model.training
+    assert not model.lm_head.training
     with pytest.raises(IsolationError, match=r"row \d: tokens of sequence \d change outputs of sequence \d"):
         hf.check_isolation(model, batch | {"attention_mask": ones})
     hf.enable(model)

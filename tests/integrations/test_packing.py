@@ -110,9 +110,9 @@ SPARSE = masks.longformer(window=2, global_tokens=1)
 
 def _dense(mask: masks.Mask, valid: torch.Tensor) -> torch.Tensor:
     """Positions are those within the sequences."""
-    whole = mask.to_dense(valid.shape[1])[0, 0]
+    dense = mask.to_dense(valid.shape[1])[0, 0]
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    return torch.stack([whole[row][:, row] for row in positions])[:, None] & valid[:, None, None, :].bool()
+    return torch.stack([dense[row][:, row] for row in positions])[:, None] & valid[:, None, None, :].bool()
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -104,15 +104,19 @@ def test_enabled_twice_and_disabled() -> None:
     model, inputs = models.bert(), _inputs()
     hf.enable(hf.enable(model, unpad=True), unpad=True)
     assert _packed_calls(model, inputs)[1] == 1
-    hf.disable(model)
+    hf.enable(model)
+    assert _packed_calls(model, inputs)[1] == 0
+    hf.disable(hf.enable(model, unpad=True))
     assert _packed_calls(model, inputs)[1] == 0
     copy.deepcopy(model)
 
 
 def test_refused() -> None:
     for build in (models.llama, models.t5):
+        refused = build()
         with pytest.raises(UnsupportedError, match="unpad=True takes encoders"):
-            hf.enable(build(), unpad=True)
+            hf.enable(refused, unpad=True)
+        assert refused.config._attn_implementation == "sdpa"
     model = hf.enable(AlbertModel(AlbertConfig(**SIZES, embedding_size=16)).eval(), unpad=True)
     with pytest.raises(UnsupportedError, match="returns pooler_output, which its pooler does not make"):
         model(**_inputs())

@@ -35,7 +35,7 @@ from stof.integrations.transformers.saved_masks import keep_in_checkpoints
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
-from stof.integrations.transformers.unpadded import pad_calls, unpad_calls
+from stof.integrations.transformers.unpadded import encoders_of, pad_calls, unpad_calls
 
 __all__ = [
     "ModelMask",
@@ -67,7 +67,7 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
         unpad: for encoders: calls with padding on the right compute on real tokens alone. The batch is packed before
             the model and unpacked behind it, so hidden states are zeros at padding; lengths are read on the host. Calls
             with other per-token inputs than `token_type_ids`, or that ask for attention weights, and compiled code
-            compute on padding. The model is checked as for `pack`.
+            compute on padding. The model is checked as for `pack`. False undoes it.
 
     Returns:
         the model.
@@ -85,8 +85,7 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
         'stof'
     """
     check_can_serve(model)
-    if unpad:
-        unpad_calls(model)
+    encoders = encoders_of(model) if unpad else []
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
@@ -96,12 +95,13 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
         for part, implementation in zip(parts, before, strict=True):
             if part.config._attn_implementation != implementation:
                 part.set_attn_implementation(implementation)
-        pad_calls(model)
         names = ", ".join(left) or type(model).__name__
         raise UnsupportedError(not_served(names), {})
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
+    pad_calls(model)
+    unpad_calls(encoders)
     return model
 
 

@@ -78,7 +78,7 @@ def attention_forward(
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = is_traced(query)
     if sparse is not None and compiling and counts_positions(module):
-        _check_begins(module, mask)
+        _refuse_offset_sequences(module, mask)
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None
     if mask.split is not None:
         if dropout:
@@ -135,7 +135,7 @@ def _check_self_attention(
         )
 
 
-def _check_begins(module: nn.Module, mask: ModelMask) -> None:
+def _refuse_offset_sequences(module: nn.Module, mask: ModelMask) -> None:
     """Refuse sequences that do not begin where their rows do: compiled code counts positions from there."""
     mask.refuse_unknown_sequences()
     if mask.packed is not None and not is_full(mask.packed):

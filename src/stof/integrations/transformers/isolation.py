@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stof.errors import ArgumentError, IsolationError, ShapeError
+from stof.integrations.transformers.packed_calls import sequence_numbers
 
 # Outputs that differ by more than this share of the largest one depend on other tokens.
 _TOLERANCE = 1e-3
@@ -48,8 +49,8 @@ def check_isolation(
     if numbers.shape != ids.shape:
         raise ShapeError(f"sequences has shape {list(numbers.shape)}, input_ids {list(ids.shape)}")
     count = int(numbers.amax()) + 1
-    others = _other_tokens(ids, numbers)
-    was_training = model.training
+    replacements = _other_tokens(ids, numbers)
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
@@ -57,34 +58,35 @@ def check_isolation(
 
             def leak(changed: Tensor) -> tuple[int, int, float] | None:
                 """Row and sequence of an output that changes with the tokens of other sequences, and by how much."""
-                after = _output(model, {**batch, "input_ids": torch.where(changed, others, ids)})
+                after = _output(model, {**batch, "input_ids": torch.where(changed, replacements, ids)})
                 change = (after - before).flatten(2).abs().amax(2).nan_to_num(torch.inf)
                 change = change.masked_fill(changed | (numbers < 0), 0.0)
                 row, token = divmod(int(change.argmax()), ids.shape[1])
                 amount = float(change[row, token])
                 return None if amount <= limit else (row, int(numbers[row, token]), amount)
 
-            limit = tolerance * float(before.abs().amax())
+            limit = tolerance * float(before[numbers >= 0].abs().amax())
             for bit in range(max(count - 1, 1).bit_length()):
                 for side in (0, 1):
                     changed = (numbers >= 0) & ((numbers >> bit) & 1 == side)
-                    found = leak(changed)
-                    if found is not None:
-                        raise IsolationError(_message(numbers, changed, found, leak))
+                    change = leak(changed)
+                    if change is not None:
+                        raise IsolationError(_message(numbers, changed, change, leak))
     finally:
-        model.train(was_training)
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _sequences(batch: Mapping[str, Any]) -> Tensor:
     """The number of each token's sequence, from 0 on in each row, below 0 for padding."""
-    ids, positions, begins = batch["input_ids"], batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    ids, positions, cu_seqlens = batch["input_ids"], batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    valid = batch.get("attention_mask")
+    is_token = valid.bool() if isinstance(valid, Tensor) and valid.shape == ids.shape else torch.ones_like(ids) > 0
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
-        starts = torch.nn.functional.pad(positions.diff(dim=1) <= 0, (1, 0), value=True)
-        valid = batch.get("attention_mask")
-        is_token = torch.ones_like(starts) if not isinstance(valid, Tensor) or valid.ndim != 2 else valid.bool()
-        return torch.where(is_token, (starts & is_token).cumsum(1) - 1, -1)
-    if isinstance(begins, Tensor) and len(ids) == 1:
-        return torch.bucketize(torch.arange(ids.shape[1], device=ids.device), begins.to(ids), right=True)[None] - 1
+        return torch.where(is_token, sequence_numbers(positions, is_token), -1)
+    if isinstance(cu_seqlens, Tensor) and len(ids) == 1:
+        place = torch.arange(ids.shape[1], device=ids.device)
+        return torch.where(is_token, torch.bucketize(place, cu_seqlens.to(ids), right=True)[None] - 1, -1)
     raise ArgumentError(
         "the batch has neither position_ids [B, S] nor cu_seq_lens_q for one row, so it does not say where sequences "
         "begin; give sequences, the number of each token's sequence"
@@ -110,9 +112,9 @@ def _output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     raise ShapeError(f"the model returned no tensor [B, S, ...] with B, S = {list(shape)}")
 
 
-def _message(numbers: Tensor, changed: Tensor, found: tuple[int, int, float], leak: Any) -> str:
+def _message(numbers: Tensor, changed: Tensor, change: tuple[int, int, float], leak: Any) -> str:
     """Names the sequence whose tokens the leak comes from."""
-    row, reader, amount = found
+    row, reader, amount = change
     in_row = torch.zeros_like(changed)
     in_row[row] = True
     for source in numbers[row][changed[row]].unique().tolist():

@@ -11,10 +11,10 @@ from stof.attention import plan
 from stof.errors import UnsupportedError
 from stof.handles import intersection, mask_of
 from stof.integrations.transformers.sequence_positions import (
-    begins_of_documents,
-    begins_of_rows,
     documents_in,
     in_sequences,
+    offsets_of_documents,
+    offsets_of_rows,
 )
 from stof.masks import Mask, placed
 from stof.masks.aligned import not_by_distance
@@ -137,10 +137,10 @@ class ModelMask:
         self.refuse_unknown_sequences()
         packed = self.packed if isinstance(self.packed, Documents) else documents_in(self.mask)
         if packed is not None:
-            begins = begins_of_documents(packed, device)
+            offsets = offsets_of_documents(packed, device)
         else:
-            begins = None if self.valid is None else begins_of_rows(self.valid, device)
-        return sparse if begins is None else in_sequences(sparse, *begins, packed is not None)
+            offsets = None if self.valid is None else offsets_of_rows(self.valid, device)
+        return sparse if offsets is None else in_sequences(sparse, *offsets, packed is not None)
 
     def refuse_unknown_sequences(self) -> None:
         """Refuse a sparse mask that counts positions where a tensor of scores alone keeps packed sequences apart.

@@ -16,7 +16,7 @@ from stof.masks.per_head import PerHead
 from stof.masks.rules import Documents
 
 
-def begins_of_rows(valid: Tensor, device: torch.device) -> tuple[Tensor, list[int]] | None:
+def offsets_of_rows(valid: Tensor, device: torch.device) -> tuple[Tensor, list[int]] | None:
     """Where the sequence of each token begins, in rows that are padded on the left.
 
     Args:
@@ -32,14 +32,14 @@ def begins_of_rows(valid: Tensor, device: torch.device) -> tuple[Tensor, list[in
     return first.to(device)[:, None].expand(valid.shape).contiguous(), valid.sum(1).tolist()
 
 
-def begins_of_documents(documents: Documents, device: torch.device) -> tuple[Tensor, list[int]] | None:
+def offsets_of_documents(documents: Documents, device: torch.device) -> tuple[Tensor, list[int]] | None:
     """Where the sequence of each token begins, in packed rows; a sequence may have padding within.
 
     Returns:
         int64 `[rows, tokens]`, or `[1, tokens]` if all rows are alike, and the lengths of the sequences; None if all
         begin at 0.
     """
-    begins, lengths = [], list[int]()
+    offsets, lengths = [], list[int]()
     for runs in documents.runs:
         first, last, place = dict[int, int](), dict[int, int](), 0
         row = []
@@ -48,9 +48,9 @@ def begins_of_documents(documents: Documents, device: torch.device) -> tuple[Ten
             row += [begin] * length
             place += length
             last[number] = place
-        begins.append(row)
+        offsets.append(row)
         lengths += [last[number] - begin for number, begin in first.items()]
-    table = torch.tensor(begins, device="cpu")
+    table = torch.tensor(offsets, device="cpu")
     return (table.to(device), lengths) if table.any() else None
 
 
@@ -62,12 +62,12 @@ def documents_in(mask: object) -> Documents | None:
     return next((one for one in map(documents_in, parts) if one is not None), None)
 
 
-def in_sequences(mask: Mask, begins: Tensor, lengths: Sequence[int], packed: bool) -> Mask:
+def in_sequences(mask: Mask, offsets: Tensor, lengths: Sequence[int], packed: bool) -> Mask:
     """The mask with positions within each sequence, for queries and keys of one sequence. Distances stay.
 
     Args:
         mask: a sparse mask, written for one sequence.
-        begins: int64 `[B or 1, tokens]`, where in its row the sequence of each token begins.
+        offsets: int64 `[B or 1, tokens]`, where in its row the sequence of each token begins.
         lengths: of the sequences.
         packed: whether rows hold several sequences, so that the number of a row says nothing.
 
@@ -79,20 +79,20 @@ def in_sequences(mask: Mask, begins: Tensor, lengths: Sequence[int], packed: boo
     if not_by_distance(mask) is None:
         return mask
     if isinstance(mask, And | Or | Not | PerHead):
-        return mask._with_parts([in_sequences(part, begins, lengths, packed) for part in mask.masks])
+        return mask._with_parts([in_sequences(part, offsets, lengths, packed) for part in mask.masks])
     if not mask.grows or mask.batch != 1 or mask.heads != 1 or (packed and mask.depends_on_batch):
         raise UnsupportedError(_refusal(mask, "it depends on the length of a row, or belongs to rows or heads"), {})
     for length in set(lengths):
         mask.check(length, length)
-    longest = begins.shape[1]
+    longest = offsets.shape[1]
 
     def within_sequences(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row = b if len(begins) > 1 else b * 0
+        row = b if len(offsets) > 1 else b * 0
         # Padding before a sequence, and room of a cache behind it, count as its ends: nothing reads them.
-        q, kv = ((x - begins[row, x.clamp(max=longest - 1)]).clamp(min=0) for x in (q_idx, kv_idx))
+        q, kv = ((x - offsets[row, x.clamp(max=longest - 1)]).clamp(min=0) for x in (q_idx, kv_idx))
         return mask.evaluate(Index(b, h, q, kv, longest, longest))
 
-    zero = torch.zeros((), dtype=torch.int64, device=begins.device)
+    zero = torch.zeros((), dtype=torch.int64, device=offsets.device)
     try:
         is_single = within_sequences(zero, zero, zero, zero).numel() == 1
     except IndexError:  # rules over tensors take indices of four dimensions

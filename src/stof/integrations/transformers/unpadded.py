@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from stof.integrations.transformers.sparsify import self_attention_layers
 _UNPADDING = "_stof_unpadding"
 
 
-def unpad_calls(model: nn.Module) -> None:
-    """Have the encoders of a model leave out padding on the right; see `enable`.
+def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
+    """The base models of a model, all of which are encoders.
 
     Raises:
-        UnsupportedError: a part is no encoder.
+        UnsupportedError: one is no encoder.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     inner = {id(child) for part in parts for child in part.modules() if child is not part}
@@ -30,13 +30,17 @@ def unpad_calls(model: nn.Module) -> None:
     for base in bases:
         config: Any = base.config
         layers = self_attention_layers(base)
-        if config.is_encoder_decoder or any(getattr(layer.module, "is_causal", True) for layer in layers):
+        if not layers or config.is_encoder_decoder or any(getattr(layer.module, "is_causal", True) for layer in layers):
             raise UnsupportedError(
                 f"unpad=True takes encoders, and {type(base).__name__} is none; pack its batches with pack()", {}
             )
-    for base in bases:
-        if not hasattr(base, _UNPADDING):
-            setattr(base, _UNPADDING, _Unpadding(base))
+    return bases
+
+
+def unpad_calls(encoders: Sequence[PreTrainedModel]) -> None:
+    """Have encoders leave out padding on the right; see `enable`."""
+    for encoder in encoders:
+        setattr(encoder, _UNPADDING, _Unpadding(encoder))
 
 
 def pad_calls(model: nn.Module) -> None:
@@ -95,14 +99,14 @@ class _Unpadding:
         # The model, not its `forward`: a hook checks that it keeps sequences apart.
         output = self._base(**{**options, **packed.model_inputs()})
         values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
-        made = {name: _unpacked(packed, value) for name, value in values.items()}
+        unpacked = {name: _unpacked(packed, value) for name, value in values.items()}
         first = next(iter(values))
         # What is left describes rows, such as BERT's pooled first tokens.
         for name, value in values.items():
             if isinstance(value, Tensor) and not _has_tokens(packed, value):
                 self._check_pooler(values[first], value, name)
-                made[name] = self._base.pooler(made[first])
-        return tuple(made.values()) if isinstance(output, tuple) else type(output)(**made)
+                unpacked[name] = self._base.pooler(unpacked[first])
+        return tuple(unpacked.values()) if isinstance(output, tuple) else type(output)(**unpacked)
 
     def _check_pooler(self, rows: Tensor, value: Tensor, name: object) -> None:
         """Refuse a model whose other output is not `base.pooler` of the hidden states."""

@@ -152,6 +152,7 @@ def producer(args, config: gl.constexpr):
         index += 1
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
     _send_item(args, index, -1)
+    # Consumers arrive once more than there are tiles: before the first one.
     for last in gl.static_range(STAGES):
         wait_named(Q_EMPTY + last, WITH_PRODUCER)
 
