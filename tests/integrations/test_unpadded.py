@@ -125,12 +125,12 @@ def test_refused() -> None:
 
 
 def test_sentence_transformers() -> None:
-    from sentence_transformers import SentenceTransformer
+    sentence_transformers = pytest.importorskip("sentence_transformers")
 
     from stof.demo.jobs import checkpoint
 
     texts = ["a", "a longer sentence of more words", "three words here"] * 3
-    model = SentenceTransformer(str(checkpoint()), device="cpu", local_files_only=True)
+    model = sentence_transformers.SentenceTransformer(str(checkpoint()), device="cpu", local_files_only=True)
     want = model.encode(texts)
     hf.enable(model, unpad=True)
     with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
