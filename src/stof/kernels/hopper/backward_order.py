@@ -59,17 +59,17 @@ def count_additions(
     up_to_diagonal = tl.zeros([_COLUMNS], tl.int32)
     chunks = (row_blocks + _ROWS - 1) // _ROWS
     for n in range(chunks):
-        row_block = (chunks - 1 - n) * _ROWS + tl.arange(0, _ROWS)
+        row_block = row_blocks - 1 - n * _ROWS - tl.arange(0, _ROWS)
         cell = (first_block + row_block).to(tl.int64)[:, None] * q_blocks + q[None, :]
-        exists = (row_block < row_blocks)[:, None] & (q < q_blocks)[None, :]
+        exists = (row_block >= 0)[:, None] & (q < q_blocks)[None, :]
         is_tile = (tl.load(code_ptr + cell, mask=exists, other=0) != EMPTY).to(tl.int32)
         is_before = q[None, :] < _diagonal(row_block, q_len, kv_len, QUERIES)[:, None]
         after = tl.where(is_before, 0, is_tile)
         before = tl.where(is_before, is_tile, 0)
         turn = tl.where(
             is_before,
-            up_to_diagonal[None, :] + tl.cumsum(before, 0, reverse=True),
-            from_diagonal[None, :] + tl.cumsum(after, 0, reverse=True),
+            up_to_diagonal[None, :] + tl.cumsum(before, 0),
+            from_diagonal[None, :] + tl.cumsum(after, 0),
         )
         tl.store(turn_ptr + cell, turn - 1, mask=exists & (is_tile != 0))
         from_diagonal += tl.sum(after, 0)
