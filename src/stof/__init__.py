@@ -22,6 +22,8 @@ from stof.version import __version__ as __version__
 if TYPE_CHECKING:
     from torch import nn
 
+    from stof.integrations.torch.sdpa import replace_sdpa
+
 __all__ = [
     "DynamicPlan",
     "Layout",
@@ -37,6 +39,7 @@ __all__ = [
     "plan",
     "plan_cache",
     "quantise_heads",
+    "replace_sdpa",
     "varlen_attention",
 ]
 
@@ -56,3 +59,9 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     # By name: it lies above this layer, and `import stof` loads neither it nor what it needs.
     compiled: nn.Module = import_module("stof.integrations.torch").optimize(model, **options)
     return compiled
+
+
+def __getattr__(name: str) -> Any:
+    if name == "replace_sdpa":
+        return import_module("stof.integrations.torch.sdpa").replace_sdpa
+    raise AttributeError(f"module 'stof' has no attribute {name!r}")

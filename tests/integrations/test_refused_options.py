@@ -79,11 +79,14 @@ def test_a_model_is_left_as_it_was(make: Callable[[], Any], name: str) -> None:
 
 
 def test_models_without_attention_layers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model = nn.Sequential(nn.Linear(4, 4))
     before = state_of(model)
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match="needs model"):
         stof.optimize(model, mask=masks.causal())
     assert state_of(model) == before
+    compiled = stof.optimize(model.eval(), mask=masks.causal())
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match="no attention was computed"):
+        compiled(torch.ones(4))
 
 
 def test_the_state_tells_a_model_that_was_prepared() -> None:

@@ -138,11 +138,19 @@ def is_plain(*tensors: Tensor | None, differentiated: bool = False) -> bool:
 def _has_function_mode() -> bool:
     """Whether a mode of `__torch_function__` is active, other than default devices, which change no tensor's operator.
 
-    `torch._C._get_function_stack_at`, `_device.DeviceContext`: without them, calls under a default device would take
-    the operator.
+    `_device.DeviceContext`: without it, calls under a default device would take the operator.
     """
-    modes = (torch._C._get_function_stack_at(n) for n in range(_function_modes()))
-    return any(type(mode) is not _device.DeviceContext for mode in modes)
+    return any(type(mode) is not _device.DeviceContext for mode in _active_function_modes())
+
+
+def has_function_mode(mode: type) -> bool:
+    """Whether a mode of `__torch_function__` of this type is active."""
+    return any(type(one) is mode for one in _active_function_modes())
+
+
+def _active_function_modes() -> list[object]:
+    """The active modes of `__torch_function__`: `torch._C._get_function_stack_at`, which has no public name."""
+    return [torch._C._get_function_stack_at(n) for n in range(_function_modes())]
 
 
 def is_intercepted() -> bool:

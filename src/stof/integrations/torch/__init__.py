@@ -1,9 +1,10 @@
-"""PyTorch's compiler: `torch.compile(model, backend="stof")`, `stof.optimize`, and CUDA graphs of whole models."""
+"""PyTorch: `torch.compile(model, backend="stof")`, `stof.optimize`, CUDA graphs of whole models, `replace_sdpa`."""
 
 from stof.fusion.records.report import FusionReport
 from stof.integrations.torch.compile import optimize, pack_weights, stof_backend, unpack_weights
 from stof.integrations.torch.compile_options import CompileOptions
 from stof.integrations.torch.cuda_graphs import CudaGraphRunner
+from stof.integrations.torch.sdpa import replace_sdpa
 
 __all__ = [
     "CompileOptions",
@@ -11,6 +12,7 @@ __all__ = [
     "FusionReport",
     "optimize",
     "pack_weights",
+    "replace_sdpa",
     "stof_backend",
     "unpack_weights",
 ]

@@ -6,6 +6,7 @@ keys hold the rewritten graph, this package's source and the fusion scheme.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -25,7 +26,9 @@ from stof.fusion.records.report import FusionReport
 from stof.fusion.records.store import Records, Store, segment_key, source_digest
 from stof.integrations.torch.compile_options import WHOLE, CompileOptions
 from stof.integrations.torch.cuda_graphs import CudaGraphRunner
+from stof.integrations.torch.sdpa import replace_sdpa
 from stof.masks import Mask
+from stof.masks.tensors import as_mask
 from stof.runtime.private import inductor, init_triton_cache
 from stof.tuning.timing import replayed_us, wall_us
 from stof.version import __version__
@@ -187,9 +190,9 @@ def optimize(
 
     Args:
         model: in evaluation mode for fused inference, in training mode to train it.
-        mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`); None leaves them to
-            the model's own mask. Either takes the place of the mask of an earlier `optimize`; masks that `hf.sparsify`
-            set stay.
+        mask: a sparse mask for the self-attention layers of a Hugging Face model (`hf.sparsify`), or for those of
+            another model in evaluation mode (`stof.replace_sdpa`); None leaves them to the model's own mask. Either
+            takes the place of the mask of an earlier `optimize`; masks that `hf.sparsify` set stay.
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`), except
             in training mode.
@@ -230,7 +233,13 @@ def optimize(
             raise ArgumentError(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
             )
-    if attention and (mask is not None or _is_transformers(model)):
+    if mask is not None and not _is_transformers(model) and model.training:
+        raise UnsupportedError(
+            "a mask for a model that is not of Hugging Face needs model.eval(): see stof.replace_sdpa; to train, call "
+            "stof.nn.functional.scaled_dot_product_attention in the model",
+            {},
+        )
+    if attention and _is_transformers(model):
         from stof.integrations import transformers as hf
 
         if mask is not None:
@@ -254,9 +263,21 @@ def optimize(
     if pack:
         pack_weights(model)
     compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+    if mask is not None and not _is_transformers(model):
+        mask = as_mask(mask)
+        compiled.forward = _masked(mask, compiled.forward)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
+
+
+def _masked(mask: Mask, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with replace_sdpa(mask):
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _remove_masks(model: nn.Module) -> None:

@@ -1,0 +1,223 @@
+"""PyTorch's attention computed by STOF inside a `with` block, for models whose code stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from stof.errors import ArgumentError, StofError, UnsupportedError
+from stof.masks import Mask
+from stof.masks.tensors import as_mask
+from stof.nn.functional import scaled_dot_product_attention
+from stof.runtime.private import has_function_mode
+
+__all__ = ["replace_sdpa"]
+
+# The blocks of all threads, and whether PyTorch's fast paths were enabled before the first one.
+_BLOCKS_LOCK, _BLOCKS, _HAD_FAST_PATHS = threading.Lock(), 0, True
+# The arguments of `F.multi_head_attention_forward` in their order, and their defaults.
+_LAYER_DEFAULTS: dict[str, Any] = {
+    name: parameter.default for name, parameter in inspect.signature(F.multi_head_attention_forward).parameters.items()
+}
+
+
+class replace_sdpa(TorchFunctionMode):  # noqa: N801
+    """Compute PyTorch's attention by `stof.attention` inside a `with` block, in inference.
+
+    Serves `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and what is built from them
+    (`nn.TransformerEncoder`, timm, torchvision, diffusers), eagerly and compiled. Without a mask, results are those of
+    PyTorch up to rounding, and PyTorch computes what `stof.attention` does not take: calls that may record gradients,
+    dropout, attention weights, other tensor types.
+
+    Args:
+        mask: for self-attention: a score counts only if this mask keeps it as well. A mask of `stof.masks`, text, a
+            mask function or a bool tensor, as of now. **A call counts as self-attention if it has as many keys as
+            queries**: do not give a mask to a model whose cross-attention may have as many. Calls with other lengths
+            are refused, but for `nn.MultiheadAttention`, called eagerly, which computes them without the mask; and it
+            refuses a key that is as long as the query but another tensor.
+
+    A block is that of one thread. Code that `torch.compile` compiled inside serves no calls outside, and the reverse.
+    While there is a block, `torch.backends.mha`'s fast paths are disabled: they compute attention from weights.
+
+    Raises:
+        ArgumentError: a block inside another one.
+        UnsupportedError: with a mask, where gradients are enabled: an activation checkpoint would compute again without
+            the mask. Train with `stof.attention` or `stof.nn.functional.scaled_dot_product_attention` in the model.
+        UnsupportedError: with a mask, a call that cannot have it, or none in the whole block that has it.
+
+    Source: `torch.overrides.TorchFunctionMode`.
+
+    Examples:
+        >>> layer = nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
+        >>> with torch.inference_mode(), stof.replace_sdpa(masks.sliding_window(7, 7)):
+        ...     layer(torch.randn(2, 100, 32)).shape
+        torch.Size([2, 100, 32])
+    """
+
+    def __init__(self, mask: Any = None) -> None:
+        super().__init__()
+        self.mask: Mask | None = None if mask is None else as_mask(mask)
+        self._served = False
+
+    def __enter__(self) -> replace_sdpa:
+        """Start serving this thread."""
+        if has_function_mode(replace_sdpa):
+            raise ArgumentError("replace_sdpa is inside another replace_sdpa; combine their masks with &")
+        if self.mask is not None and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "replace_sdpa with a mask needs gradients disabled: enter torch.inference_mode() or torch.no_grad() "
+                "first; to train, call stof.nn.functional.scaled_dot_product_attention in the model",
+                {},
+            )
+        self._served = False
+        _count_blocks(1)
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Stop serving this thread."""
+        super().__exit__(kind, error, trace)
+        _count_blocks(-1)
+        if kind is None and self.mask is not None and not self._served:
+            raise UnsupportedError(
+                "no attention was computed under the mask of replace_sdpa: nothing inside called "
+                "F.scaled_dot_product_attention or self-attention of nn.MultiheadAttention",
+                {},
+            )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by PyTorch in place of each of its functions."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._layer(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        if self.mask is None:
+            if torch.is_grad_enabled() or dropout_p > 0.0:
+                return F.scaled_dot_product_attention(*arguments, **options)
+            try:
+                return scaled_dot_product_attention(*arguments, **options)
+            except StofError:
+                return F.scaled_dot_product_attention(*arguments, **options)
+        if torch.is_grad_enabled():
+            self._refuse("gradients are enabled")
+        if query.shape[-2] != key.shape[-2]:
+            self._refuse(f"the call has {query.shape[-2]} queries and {key.shape[-2]} keys, so it is no self-attention")
+        self._served = True
+        return scaled_dot_product_attention(*arguments, **options, mask=self.mask)
+
+    def _layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """`F.multi_head_attention_forward`, whose arguments these are."""
+        call = _LAYER_DEFAULTS | dict(zip(_LAYER_DEFAULTS, args, strict=False)) | kwargs
+        query, key = call["query"], call["key"]
+        length = 0 if query.ndim == 3 else -2  # of [tokens, batch, width] or [tokens, width]
+        is_cross_attention = query.shape[length] != key.shape[length]
+        reason = _why_not_served(call)
+        if self.mask is not None and not is_cross_attention:
+            if query is not key:
+                reason = (
+                    "nn.MultiheadAttention is given as many keys as queries, but not the same tensor, so it may be "
+                    "self-attention or cross-attention"
+                )
+            if reason:
+                self._refuse(reason)
+        elif reason or self.mask is not None or torch.is_grad_enabled() or (call["dropout_p"] and call["training"]):
+            out: tuple[Tensor, Tensor | None] = F.multi_head_attention_forward(*args, **kwargs)
+            return out
+        return _layer_output(call, self._attention), None
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UnsupportedError(f"replace_sdpa cannot apply its mask: {reason}", {})
+
+
+def _count_blocks(added: int) -> None:
+    """Count the blocks; while there are any, PyTorch's layers call attention, also in code that is being compiled.
+
+    The switch is one for all threads. Their results stay the same.
+    """
+    global _BLOCKS, _HAD_FAST_PATHS
+    with _BLOCKS_LOCK:
+        if _BLOCKS == 0:
+            _HAD_FAST_PATHS = torch.backends.mha.get_fastpath_enabled()
+        _BLOCKS += added
+        torch.backends.mha.set_fastpath_enabled(_BLOCKS == 0 and _HAD_FAST_PATHS)
+
+
+def _why_not_served(call: Mapping[str, Any]) -> str:
+    """Why `_layer_output` cannot compute a call of `F.multi_head_attention_forward`; "" if it can."""
+    query, key, attn_mask = call["query"], call["key"], call["attn_mask"]
+    if call["need_weights"]:
+        return "nn.MultiheadAttention returns its weights; call it with need_weights=False"
+    if call["add_zero_attn"] or any(call[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
+        return "nn.MultiheadAttention adds keys (add_bias_kv, add_zero_attn)"
+    if query.is_nested or key.is_nested or query.ndim not in (2, 3):
+        return "nn.MultiheadAttention is given other tensors than [tokens, batch, width] or [tokens, width]"
+    shape, batch = (query.shape[0], key.shape[0]), query.shape[1] if query.ndim == 3 else 1
+    if attn_mask is None:
+        return "is_causal=True needs attn_mask" if call["is_causal"] else ""
+    if tuple(attn_mask.shape) not in (shape, (batch * call["num_heads"], *shape)):
+        return "the shape of attn_mask does not fit"
+    return ""
+
+
+def _layer_output(call: Mapping[str, Any], attention: Callable[..., Tensor]) -> Tensor:
+    """The output of `F.multi_head_attention_forward`: `[tokens, batch, width]` or `[tokens, width]`."""
+    query, key, value, heads, bias = (call[name] for name in ("query", "key", "value", "num_heads", "in_proj_bias"))
+    if call["use_separate_proj_weight"]:
+        weights = [call[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = [call["in_proj_weight"]] if query is key and key is value else call["in_proj_weight"].chunk(3)
+    if len(weights) == 1:
+        projected = list(F.linear(query, weights[0], bias).chunk(3, -1))
+    else:
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        projected = [F.linear(*one) for one in zip((query, key, value), weights, biases, strict=True)]
+    is_batched = query.ndim == 3
+    # [batch, heads, tokens, head_dim]
+    q, k, v = (x.unflatten(-1, (heads, -1)).movedim(0, -2) for x in projected)
+    if not is_batched:
+        q, k, v = q[None], k[None], v[None]
+    is_causal = call["is_causal"] and call["key_padding_mask"] is None
+    attn_mask = _merged_mask(None if is_causal else call["attn_mask"], call["key_padding_mask"], q.shape[0], heads)
+    out = attention(q, k, v, attn_mask, call["dropout_p"] if call["training"] else 0.0, is_causal)
+    out = F.linear(out.movedim(-2, 0).flatten(-2), call["out_proj_weight"], call["out_proj_bias"])
+    return out if is_batched else out[:, 0]
+
+
+def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """The masks of `nn.MultiheadAttention`, where true means not seen, as one of `scaled_dot_product_attention`."""
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, (batch, heads))
+    if padding is not None:
+        padding = padding.view(batch, 1, 1, -1)
+    hidden = [x for x in (attn_mask, padding) if x is not None and x.dtype == torch.bool]
+    added = [x for x in (attn_mask, padding) if x is not None and x.dtype != torch.bool]
+    if not added:
+        return ~functools.reduce(operator.or_, hidden) if hidden else None
+    zero = torch.zeros((), dtype=added[0].dtype, device=added[0].device)
+    added += [torch.where(x, -torch.inf, zero) for x in hidden]
+    return functools.reduce(operator.add, added)
