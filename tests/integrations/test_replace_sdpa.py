@@ -23,7 +23,9 @@ WINDOW = masks.sliding_window(3, 2)
 SEEN = WINDOW.to_dense(LENGTH)[0, 0]
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Support for mismatched:UserWarning", "ignore:There is a performance drop:UserWarning"
+    "ignore:Support for mismatched:UserWarning",
+    "ignore:The PyTorch API of nested tensors:UserWarning",
+    "ignore:There is a performance drop:UserWarning",
 )
 
 
