@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -120,20 +121,69 @@ def test_refused() -> None:
     model = hf.enable(AlbertModel(AlbertConfig(**SIZES, embedding_size=16)).eval(), unpad=True)
     with pytest.raises(UnsupportedError, match="returns pooler_output, which its pooler does not make"):
         model(**_inputs())
-    with pytest.raises(UnsupportedError, match="is not copied"):
-        copy.deepcopy(model)
 
 
-def test_sentence_transformers() -> None:
+def test_copies() -> None:
+    """Copies of a model compute by their weights."""
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.mul_(1.1)
+        got, calls = _packed_calls(copied, inputs)
+        assert calls == 1
+        hf.enable(copied, unpad=False)
+        want, calls = _packed_calls(copied, inputs)
+        assert calls == 0
+        valid = inputs["attention_mask"].bool()
+        torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def texts_and_model() -> tuple[list[str], Any]:
     sentence_transformers = pytest.importorskip("sentence_transformers")
 
     from stof.demo.jobs import checkpoint
 
     texts = ["a", "a longer sentence of more words", "three words here"] * 3
-    model = sentence_transformers.SentenceTransformer(str(checkpoint()), device="cpu", local_files_only=True)
+    return texts, sentence_transformers.SentenceTransformer(str(checkpoint()), device="cpu", local_files_only=True)
+
+
+@pytest.mark.parametrize("unpad", [None, True, False])
+def test_sentence_transformers(texts_and_model: Any, unpad: bool | None) -> None:
+    texts, model = texts_and_model
     want = model.encode(texts)
-    hf.enable(model, unpad=True)
+    hf.enable(model, unpad=unpad)
     with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
         got = model.encode(texts)
+    assert packing.call_count == (unpad is not False)
+    assert abs(got - want).max() < 1e-5
+
+
+def test_sentence_transformers_that_cannot_be_packed(texts_and_model: Any) -> None:
+    """They compute on padding, without an error."""
+    texts, model = texts_and_model
+    model[0].model = AlbertModel(AlbertConfig(**SIZES | {"vocab_size": 40_000}, embedding_size=16)).eval()
+    want = model.encode(texts)
+    hf.enable(model)
+    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+        got = [model.encode(texts) for _ in range(2)]
+    assert packing.call_count == 1
+    for one in got:
+        assert abs(one - want).max() < 1e-5
+
+
+def test_cross_encoder() -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+
+    from stof.demo.jobs import checkpoint
+
+    torch.manual_seed(0)
+    model = sentence_transformers.CrossEncoder(str(checkpoint()), device="cpu", local_files_only=True, num_labels=1)
+    pairs = [("a question", "an answer"), ("one more", "a much longer answer to the question"), ("b", "c")]
+    want = model.predict(pairs)
+    hf.enable(model)
+    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+        got = model.predict(pairs)
     assert packing.call_count == 1
     assert abs(got - want).max() < 1e-5

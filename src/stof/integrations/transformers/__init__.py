@@ -10,6 +10,7 @@ shared by all layers. Models train with it, with attention dropout; returned att
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 from torch import nn
@@ -35,7 +36,7 @@ from stof.integrations.transformers.saved_masks import keep_in_checkpoints
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
-from stof.integrations.transformers.unpadded import encoders_of, pad_calls, unpad_calls
+from stof.integrations.transformers.unpadded import encoders_of, is_sentence_transformer, pad_calls, unpad_calls
 
 __all__ = [
     "ModelMask",
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 
-def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
+def enable(model: nn.Module, *, unpad: bool | None = None) -> nn.Module:
     """`model.set_attn_implementation("stof")`, also where transformers does not reach, and checked.
 
     transformers 5.17 leaves parts that hold a copy of the model's own configuration as they were (T5's encoder and
@@ -67,7 +68,8 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
         unpad: for encoders: calls with padding on the right compute on real tokens alone. The batch is packed before
             the model and unpacked behind it, so hidden states are zeros at padding; lengths are read on the host. Calls
             with other per-token inputs than `token_type_ids`, or that ask for attention weights, and compiled code
-            compute on padding. The model is checked as for `pack`. False undoes it.
+            compute on padding. The model is checked as for `pack`. False undoes it. None is False, but for models of
+            sentence-transformers: their encoders leave out padding where they can, and log at level INFO where not.
 
     Returns:
         the model.
@@ -86,6 +88,9 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
     """
     check_can_serve(model)
     encoders = encoders_of(model) if unpad else []
+    if unpad is None and is_sentence_transformer(model):
+        with contextlib.suppress(UnsupportedError):
+            encoders = encoders_of(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     for part in parts:
@@ -101,7 +106,7 @@ def enable(model: nn.Module, *, unpad: bool = False) -> nn.Module:
         if implementation != NAME:
             part._stof_before = implementation
     pad_calls(model)
-    unpad_calls(encoders)
+    unpad_calls(encoders, required=unpad is True)
     return model
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from stof.errors import UnsupportedError
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.sparsify import self_attention_layers
 
-_UNPADDING = "_stof_unpadding"
+_log = logging.getLogger(__name__)
 
 
 def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
@@ -37,53 +38,79 @@ def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
     return bases
 
 
-def unpad_calls(encoders: Sequence[PreTrainedModel]) -> None:
-    """Have encoders leave out padding on the right; see `enable`."""
+def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
+    """Have encoders leave out padding on the right; see `enable`.
+
+    Args:
+        required: refuse calls of models that cannot be packed, in place of computing on padding.
+    """
     for encoder in encoders:
-        setattr(encoder, _UNPADDING, _Unpadding(encoder))
+        # An attribute of the base model, whose `forward` some libraries call in place of the model.
+        vars(encoder)["forward"] = _UnpaddedForward(encoder, required)
 
 
 def pad_calls(model: nn.Module) -> None:
     """Undo `unpad_calls`."""
     for part in model.modules():
-        unpadding: _Unpadding | None = vars(part).get(_UNPADDING)
-        if unpadding is not None:
-            unpadding.remove()
-            delattr(part, _UNPADDING)
+        forward = vars(part).get("forward")
+        if isinstance(forward, _UnpaddedForward):
+            forward.remove()
 
 
-class _Unpadding:
-    """Replaces `forward` of one base model, which some libraries call instead of the model."""
+def is_sentence_transformer(model: nn.Module) -> bool:
+    """Whether a model is one of sentence-transformers, which is not imported for that."""
+    return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
 
-    def __init__(self, base: Any) -> None:
-        self._base, self._forward, self._replaced = base, base.forward, vars(base).get("forward")
-        self._names = tuple(inspect.signature(base.forward).parameters)
+
+class _UnpaddedForward:
+    """The attribute `forward` of a base model. It holds the model alone, so copies of the model have their own."""
+
+    def __init__(self, base: PreTrainedModel, required: bool) -> None:
+        self._base: Any = base
+        self._required = required
+        # What another library put in the place of the method, such as a hook of accelerate.
+        self._replaced = vars(base).get("forward")
         # Models that count positions from the padding's number on (RoBERTa).
         padding: Any = getattr(getattr(base, "embeddings", None), "padding_idx", None)
         self._first_position = 0 if padding is None else padding + 1
         self._pools_rows = False
 
-        @functools.wraps(base.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            packed = self._packed(args, kwargs)
-            return self._forward(*args, **kwargs) if packed is None else self._call(*packed)
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
 
-        base.forward = forward
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        replaced: Callable[..., Any] = self._replaced or functools.partial(type(self._base).forward, self._base)
+        return replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packed = self._packed(args, kwargs)
+        if packed is None:
+            return self._forward(*args, **kwargs)
+        try:
+            return self._call(*packed)
+        except UnsupportedError as error:
+            if self._required:
+                raise
+            _log.info("%s computes on padding: %s", type(self._base).__name__, error)
+            self.remove()
+            return self._base(*args, **kwargs)
 
     def remove(self) -> None:
-        if self._replaced is None:
-            del self._base.forward
-        else:
+        """Give the model its `forward` back."""
+        del vars(self._base)["forward"]
+        if self._replaced is not None:
             self._base.forward = self._replaced
-
-    def __deepcopy__(self, memo: Any) -> None:
-        raise UnsupportedError("a model with unpad=True is not copied; call disable(model) first", {})
 
     def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]] | None:
         """The packed batch of a call and its options, or None if it computes on padding."""
-        if torch.compiler.is_compiling() or len(args) > len(self._names):
+        if torch.compiler.is_compiling():
             return None
-        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        names = inspect.signature(self._forward).parameters
+        if len(args) > len(names):
+            return None
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         ids, valid = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
         options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
