@@ -39,8 +39,10 @@ settings.load_profile(os.environ.get("STOF_HYPOTHESIS_PROFILE", "ci" if os.envir
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every n-th case of a test marked `sampled(n)` runs in `make test`; the others are marked slow.
 
-    With an n coprime to the number of values of each parameter, they do not share one value.
+    With an n coprime to the number of values of each parameter, they do not share one value. Compile checks come first:
+    they take minutes each, and the other workers would wait for them at the end.
     """
+    items.sort(key=lambda item: item.path.name != "test_compile.py")
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")

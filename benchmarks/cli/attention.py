@@ -9,6 +9,7 @@ import typer
 
 from benchmarks.cli.against import against
 from benchmarks.cli.changing import changing
+from benchmarks.cli.embed import embed
 from benchmarks.cli.fusion import gemm, layer
 from benchmarks.cli.kept import kept
 from benchmarks.cli.kernels import kernels
@@ -57,6 +58,7 @@ app.command(cls=CheckedCommand)(paper)
 app.command(cls=CheckedCommand)(against)
 app.command(cls=CheckedCommand)(kept)
 app.command(cls=CheckedCommand)(changing)
+app.command(cls=CheckedCommand)(embed)
 
 
 @app.callback()

@@ -24,7 +24,7 @@ _SIZES = {
     "cpu": "1,12,64,4096",
 }
 _CASES = {
-    "cuda": "llama,1,16384 gemma3,1,16384 modernbert,16,1024",
+    "cuda": "llama,1,16384 gemma3,1,16384 modernbert,16,1024 roberta,16,256",
     "cpu": "llama,1,128 gemma3,1,128 modernbert,4,128",
 }
 

@@ -23,7 +23,7 @@ from benchmarks.models.training import gradients_of, loss_of
 from benchmarks.step_times import Budget, StepRow, WrongResultError, forget, measured
 from stof.errors import ArgumentError, shown
 
-# About 0.2 B parameters; ModernBERT's base model has its own sizes.
+# About 0.2 B parameters; ModernBERT's base model has sizes of its own, and RoBERTa those of the large model.
 _SIZES: dict[str, Any] = {
     "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 3072, "vocab_size": 32000,
@@ -32,11 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "gemma3": _SIZES | {"sliding_window": 1024},
     "modernbert": {},
-}
+    "roberta": {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "vocab_size": 50265, "pad_token_id": 1,
+    },
+}  # fmt: skip
 TRAINED = ("llama", "gemma3")
 # Ways to train, and to infer, and those of GPUs alone.
 _TRAINING_WAYS = ("stof", "flex", "sdpa")
-_INFERENCE_WAYS = ("stof", "stof-pack", "stof-whole", "sdpa", "sdpa-reduce-overhead")
+_INFERENCE_WAYS = ("stof", "stof-unpad", "stof-whole", "sdpa", "sdpa-reduce-overhead")
 _GPU_WAYS = ("flex", "stof-whole", "sdpa-reduce-overhead")
 # The least cosines of all gradients, and of each token's output, to those in float32.
 _GRADIENTS, _TOKEN = 0.98, 0.99
@@ -107,6 +111,8 @@ def _build(case: ModelCase) -> Any:
     sizes: dict[str, Any] = {"max_position_embeddings": max(2048, case.seq), **CONFIGS[case.model]}
     if case.model == "modernbert":
         return t.ModernBertModel(t.ModernBertConfig(**sizes, attn_implementation="sdpa")).eval()
+    if case.model == "roberta":
+        return t.RobertaModel(t.RobertaConfig(**sizes, attn_implementation="sdpa")).eval()
     sizes |= {"use_cache": False, "attn_implementation": "sdpa"}
     if case.model == "llama":
         return t.LlamaModel(t.LlamaConfig(**sizes)).train()
@@ -118,8 +124,8 @@ def _changed(exact: Any, way: str, dtype: torch.dtype) -> Any:
     import stof.integrations.transformers as stof_hf
 
     model = copy.deepcopy(exact).to(dtype)
-    if way in ("stof", "stof-pack"):
-        return stof_hf.enable(model)
+    if way in ("stof", "stof-unpad"):
+        return stof_hf.enable(model, unpad=way == "stof-unpad")
     if way == "flex":
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         model.set_attn_implementation("flex_attention")
@@ -209,7 +215,7 @@ class _Inference:
     """Forward passes of batches padded on the right, a `benchmarks.step_times.Subject`."""
 
     def __init__(self, case: ModelCase, way: str, exact: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.case, self.exact, self.device, self.packed = case, exact, device, way == "stof-pack"
+        self.case, self.exact, self.device = case, exact, device
         self.model = _changed(exact, way, dtype)
         self.generator = torch.Generator().manual_seed(zlib.crc32(case.model.encode()))
         self.inputs: dict[str, Tensor] = {}
@@ -217,19 +223,15 @@ class _Inference:
     def draw(self) -> None:
         case = self.case
         lengths = torch.randint(max(1, case.seq // 16), case.seq + 1, (case.batch, 1), generator=self.generator)
-        ids = torch.randint(1, self.exact.config.vocab_size, (case.batch, case.seq), generator=self.generator)
+        ids = torch.randint(2, self.exact.config.vocab_size, (case.batch, case.seq), generator=self.generator)
         mask = (torch.arange(case.seq) < lengths).long()
+        ids = torch.where(mask.bool(), ids, 1)  # RoBERTa's padding
         self.inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
 
     def step(self) -> Tensor:
-        import stof.integrations.transformers as stof_hf
-
         with torch.no_grad():
-            if not self.packed:
-                out: Tensor = self.model(**self.inputs)[0]
-                return out
-            batch = stof_hf.pack(self.inputs["input_ids"], self.inputs["attention_mask"])
-            return batch.unpack(self.model(**batch.model_inputs())[0])
+            out: Tensor = self.model(**self.inputs)[0]
+            return out
 
     again = step
 

@@ -43,10 +43,10 @@ def test_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     rows = json.loads(output.read_text())["rows"]
     expected = [(model, way) for model in ("llama", "gemma3") for way in ("stof", "sdpa")]
-    expected += [("modernbert", way) for way in ("stof", "stof-pack", "sdpa")]
+    expected += [("modernbert", way) for way in ("stof", "stof-unpad", "sdpa")]
     assert [(row["kind"], row["impl"]) for row in rows] == expected
     assert all(row["new_ms"] and row["repeated_ms"] and row["error"] < 1e-4 and not row["note"] for row in rows), rows
-    assert "stof-pack" in done.stdout
+    assert "stof-unpad" in done.stdout
 
 
 @pytest.mark.parametrize("text", ["llama,1,128", "gemma3,1,128"])
