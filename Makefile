@@ -27,7 +27,7 @@ unit: $(VENV)/.dev
 	STOF_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow"
 
 # The oldest supported transformers is in constraints.txt, the newest in tests/integrations/transformers-newest.txt.
-HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py mask_validation.py packing.py model_mask.py training.py saved_masks.py sequence_positions.py unpadded.py)
+HF_TESTS := $(addprefix tests/integrations/test_,transformers.py unusual_models.py refused_models.py mask_validation.py packing.py model_mask.py training.py saved_masks.py sequence_positions.py unpadded.py recorded_masks.py)
 
 test-all: $(VENV)/.dev $(VENV)/.triton-3.6 $(VENV)/.transformers-newest
 	$(PYTEST) -m "slow or hypothesis"

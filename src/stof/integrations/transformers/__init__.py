@@ -32,6 +32,7 @@ from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import watch
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.parallel import Parallelised, parallelise
+from stof.integrations.transformers.recorded_masks import LayerMask, RecordedMasks, record_masks
 from stof.integrations.transformers.saved_masks import keep_in_checkpoints
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
@@ -39,9 +40,11 @@ from stof.integrations.transformers.sparsify import Sparsified, layer_masks, spa
 from stof.integrations.transformers.unpadded import encoders_of, is_sentence_transformer, pad_calls, unpad_calls
 
 __all__ = [
+    "LayerMask",
     "ModelMask",
     "PackedBatch",
     "Parallelised",
+    "RecordedMasks",
     "Sparsified",
     "attention_forward",
     "check_can_serve",
@@ -52,6 +55,7 @@ __all__ = [
     "make_mask",
     "pack",
     "parallelise",
+    "record_masks",
     "register",
     "sparsify",
 ]

@@ -12,6 +12,7 @@ from stof.errors import ShapeError, UnsupportedError
 from stof.handles import FULL, is_full
 from stof.integrations.transformers.mask_validation import check_scores, check_window
 from stof.integrations.transformers.model_mask import ModelMask
+from stof.integrations.transformers.recorded_masks import recording
 from stof.integrations.transformers.served import refuse_attention_weights, refuse_unread
 from stof.integrations.transformers.sparse_mask import counts_positions, mask_of_call
 from stof.integrations.transformers.tensor_parallel import local_sinks, mask_of_rank
@@ -77,6 +78,8 @@ def attention_forward(
     if sparse is not None:
         _check_self_attention(module, mask, attention_mask, query.shape[2], key.shape[2])
     compiling = is_traced(query)
+    if not compiling and (seen := recording()) is not None:
+        seen.add(module, mask, sparse, attention_mask, query, key)
     if sparse is not None and compiling and counts_positions(module):
         _refuse_offset_sequences(module, mask)
     one_query = query.shape[2] == 1 and sparse is None and softcap is None and s_aux is None

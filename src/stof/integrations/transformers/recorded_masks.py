@@ -1,0 +1,159 @@
+"""The masks under which a model's layers computed, recorded for a look or a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stof.errors import IsolationError, ShapeError, UnsupportedError
+from stof.handles import mask_of
+from stof.integrations.transformers.model_mask import ModelMask
+from stof.integrations.transformers.sparse_mask import IGNORED
+from stof.integrations.transformers.sparsify import self_attention_layers
+from stof.masks import Mask, from_dense
+
+
+class LayerMask(NamedTuple):
+    """The mask of one call of an attention layer.
+
+    Attributes:
+        layer: the name of the layer in the model.
+        mask: what its queries saw: the model's mask, and the layer's sparse one.
+        shape: `(B, H, Sq, Skv)` of the call.
+    """
+
+    layer: str
+    mask: Mask
+    shape: tuple[int, int, int, int]
+
+    def to_dense(self) -> Tensor:
+        """Bool `[B or 1, H or 1, Sq, Skv]` on the CPU, true where a query saw a key."""
+        batch, heads, q_len, kv_len = self.shape
+        return self.mask.to_dense(q_len, kv_len, batch=batch, heads=heads)
+
+
+class RecordedMasks(list[LayerMask]):
+    """The masks of the calls inside of `record_masks`, in the order of the calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._expected = [layer.name for layer in self_attention_layers(model)]
+
+    def add(
+        self, layer: nn.Module, mask: ModelMask, sparse: Mask | None, given: Any, query: Tensor, key: Tensor
+    ) -> None:
+        """Record a call of a layer of the model.
+
+        Args:
+            given: the layer's argument `attention_mask`: a float tensor is added to scores, and hides keys by -inf.
+        """
+        if layer not in self._names:
+            return
+        if mask.split is not None:
+            raise UnsupportedError("masks of a sequence that is split over ranks are not recorded", {})
+        seen = mask_of(mask.narrowed(None if sparse is None else mask.in_sequences(sparse, query.device)))
+        if mask.keep is not None:
+            seen = seen & from_dense(mask.keep)
+        if isinstance(given, Tensor) and given.is_floating_point():
+            seen = seen & from_dense(given[..., : key.shape[2]] > torch.finfo(given.dtype).min)
+        self.append(LayerMask(self._names[layer], seen, (*query.shape[:3], key.shape[2])))
+
+    def check(self, *, documents: Tensor | None = None, causal: bool = False) -> None:
+        """Raise if a query of self-attention saw a key that it should not see.
+
+        Compares every score: memory grows with the square of the length.
+
+        Args:
+            documents: int `[B, S]`, the document of each token, below 0 for padding: no token sees one of another
+                document, or padding. What padding sees does not matter. With a cache, S counts the tokens in it.
+            causal: no token sees a later one.
+
+        Raises:
+            IsolationError: names the first such layer, query and key.
+            UnsupportedError: a layer with self-attention was not recorded: it was not called, or without STOF.
+            ShapeError: `documents` has another shape than the calls.
+        """
+        missing = set(self._expected) - {one.layer for one in self}
+        if missing:
+            raise UnsupportedError(f"no call of {', '.join(sorted(missing))} was recorded, so it cannot be checked", {})
+        for one in self:
+            if one.layer in self._expected:
+                self._check_layer(one, documents, causal)
+
+    @staticmethod
+    def _check_layer(one: LayerMask, documents: Tensor | None, causal: bool) -> None:
+        batch, _, q_len, kv_len = one.shape
+        seen = one.to_dense().any(1)
+        wrong = torch.zeros_like(seen)
+        if documents is not None:
+            if documents.shape != (batch, kv_len):
+                raise ShapeError(
+                    f"documents has shape {list(documents.shape)}, {one.layer} read {[batch, kv_len]} keys"
+                )
+            of_keys = documents.cpu()[:, None, :]
+            of_queries = documents.cpu()[:, kv_len - q_len :, None]
+            wrong = seen & (of_queries >= 0) & (of_queries != of_keys)
+        if causal:
+            position = torch.arange(kv_len)
+            wrong = wrong | (seen & (position > position[kv_len - q_len :, None]))
+        if wrong.any():
+            row, query, key = wrong.nonzero()[0].tolist()
+            token = kv_len - q_len + query
+            why = (
+                "a later token"
+                if documents is None or documents[row, token] == documents[row, key]
+                else (f"of document {int(documents[row, key])}, which is not its document {int(documents[row, token])}")
+            )
+            raise IsolationError(f"{one.layer}: in row {row}, token {token} sees token {key}, {why}")
+
+
+_RECORDING: ContextVar[RecordedMasks | None] = ContextVar("stof_recorded_masks", default=None)
+
+
+def recording() -> RecordedMasks | None:
+    """Where this thread's calls are recorded; None if they are not. Not in compiled code."""
+    return None if IGNORED.get() else _RECORDING.get()
+
+
+@contextmanager
+def record_masks(model: nn.Module) -> Iterator[RecordedMasks]:
+    """Record the mask under which each layer of a model computes, in this thread and outside of compiled code.
+
+    Args:
+        model: a model of transformers, enabled.
+
+    Yields:
+        a list with a `LayerMask` for each call, and a `check` of what the masks should be.
+
+    Raises:
+        UnsupportedError: nothing was recorded by the end: the model was not called, was compiled, or is not enabled.
+
+    Examples:
+        >>> import stof.integrations.transformers as stof_hf
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = stof_hf.enable(LlamaModel(config).eval())
+        >>> positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+        >>> with torch.inference_mode(), stof_hf.record_masks(model) as seen:
+        ...     out = model(torch.arange(7)[None], position_ids=positions)
+        >>> seen.check(documents=torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), causal=True)
+        >>> print(seen[0].layer, int(seen[0].to_dense().sum()))
+        layers.0.self_attn 16
+    """
+    seen = RecordedMasks(model)
+    token = _RECORDING.set(seen)
+    try:
+        yield seen
+    finally:
+        _RECORDING.reset(token)
+    if not seen:
+        raise UnsupportedError(
+            "no mask was recorded: call the model inside of record_masks, without torch.compile, after enable(model)",
+            {},
+        )
