@@ -88,6 +88,41 @@ def test_boundaries_of_flattened_batches(name: str, positions: bool) -> None:
     torch.testing.assert_close(_out(model, call | {"attention_mask": padded})[valid], want[valid], atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_compiled_boundaries_of_flattened_batches(name: str) -> None:
+    """Compiled code computes documents from boundaries, also of other numbers of sequences, and checks them."""
+    torch.compiler.reset()
+    model = hf.enable(BUILDS[name]()).requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def call_of(lengths: list[int], shared: bool) -> dict[str, Any]:
+        call = _call([lengths], "none")
+        ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        ends_of_keys = ends if shared else ends.clone()
+        return call | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends_of_keys, "max_length_q": 9, "max_length_k": 9}
+
+    for lengths, shared in (([5, 19], True), ([7, 7, 10], False), ([10, 3, 4, 7], False), ([9, 15], True)):
+        call = call_of(lengths, shared)
+        outs, gradients = [], []
+        for trained in (compiled, model):
+            model.zero_grad()
+            outs.append(trained(**call, use_cache=False)[0])
+            outs[-1].square().sum().backward()
+            gradients.append([torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()])
+        torch.testing.assert_close(*outs, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(outs[0], _alone(model, call, [lengths]), atol=2e-5, rtol=1e-5)
+    padded = call | {"attention_mask": torch.tensor([[1] * 20 + [0] * 4])}
+    with torch.no_grad():
+        torch.testing.assert_close(_out(compiled, padded)[:, :20], _out(model, padded)[:, :20], atol=2e-5, rtol=1e-5)
+        for wrong in ([0, 9, 23], [0, 25, 24], [1, 9, 24]):
+            ends = torch.tensor(wrong, dtype=torch.int32)
+            with pytest.raises(RuntimeError, match="are not boundaries"):
+                _out(compiled, call | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends})
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
+            _out(compiled, call | {"cu_seq_lens_k": torch.tensor([0, 8, 24], dtype=torch.int32)})
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mask", ["none", "ones", "padding"])
 @pytest.mark.parametrize("name", BUILDS)

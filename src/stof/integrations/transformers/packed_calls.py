@@ -138,9 +138,10 @@ def before_forward(
         if called.is_inner or not tracing:
             _refuse_numbered_mask(arguments, tracing)
         if packed is None:
-            packed = _mask_of_boundaries(called.takes_mask, arguments, tracing)
+            how = called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False)
+            packed = _mask_of_boundaries(*how)
             if packed is None:
-                packed = _mask_of_positions(called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False))
+                packed = _mask_of_positions(*how)
             else:  # layers refuse boundaries that this function has not read
                 for name in _FLATTENED:
                     arguments.pop(name, None)
@@ -230,8 +231,13 @@ def _mask_of_whole_rows(arguments: dict[str, Any]) -> ModelMask | None:
     return ModelMask(FULL, (rows, 1, width, width), includes_model_mask=False)
 
 
-def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bool) -> ModelMask | None:
+def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bool, captured: bool) -> ModelMask | None:
     """The mask of a flattened batch, from the boundaries that FlashAttention reads; None where none can be read.
+
+    Compiled code computes the document of each token from them, and asserts that they are boundaries.
+
+    Args:
+        captured: see `will_be_captured`.
 
     Raises:
         ShapeError: boundaries of another number of tokens.
@@ -246,15 +252,23 @@ def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bo
     rows, width = tokens.shape[:2]
     if valid is not None and (not isinstance(valid, Tensor) or valid.shape != (rows, width)):
         return None
-    if _cannot_read(ends, tracing):
+    in_graph = _cannot_read(ends, tracing)
+    if in_graph and (not tracing or is_exporting() or captured):
         return None
-    alike = ends is kv_ends or torch.equal(ends, kv_ends)
+    alike = ends is kv_ends or (ends.shape == kv_ends.shape if in_graph else torch.equal(ends, kv_ends))
     if rows != 1 or cache_of(arguments) is not None or not alike or not takes_mask:
         raise UnsupportedError(
             f"{' and '.join(_BOUNDARIES)} are read of a flattened batch: one row of tokens, the same boundaries for "
             "queries and keys, no cache, and a model that takes an attention_mask; pass the padded batch",
             {},
         )
+    if in_graph:
+        # Literal messages, as Dynamo asks of the assertions that it moves into graphs.
+        assert (ends == kv_ends).all(), "cu_seq_lens_q and cu_seq_lens_k differ"
+        assert (ends[0] == 0) & (ends[-1] == width) & (ends.diff() >= 0).all(), "cu_seq_lens_q are not boundaries"
+        ids = torch.bucketize(torch.arange(width, device=ends.device, dtype=ends.dtype), ends, right=True)[None] - 1
+        ids = ids if valid is None else torch.where(valid.to(ids.device, torch.bool), ids, -1)
+        return ModelMask(documents(ids), (1, 1, width, width), includes_model_mask=False)
     mask = documents(cu_seqlens=ends.tolist())
     mask.check(width, width)
     if valid is not None:
