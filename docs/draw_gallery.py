@@ -67,7 +67,8 @@ def picture(mask: str) -> str:
     frames = "".join(f'<rect x="{x}" width="{PIXELS}" height="{PIXELS}"/>' for x in (0, PIXELS + GAP))
     drawn = "".join(f'<path fill="{colour}" d="{path}"/>' for colour, path in paths if path)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width} {height}" width="{2 * width}" height="{2 * height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width} {height}" '
+        f'width="{2 * width}" height="{2 * height}" '
         f'shape-rendering="crispEdges"><g fill="#FFF" stroke="#5B6670">{frames}</g>{drawn}</svg>\n'
     )
 

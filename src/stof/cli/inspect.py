@@ -107,8 +107,10 @@ def inspect(
     if as_json:
         _print_json(plan, png, before, listed, token_order)
         return
+    from stof.masks.parse import readable
+
     console = Console()
-    console.print(plan.mask_text or "a plan without text", style="bold", markup=False, highlight=False)
+    console.print(readable(plan.mask_text) or "a plan without text", style="bold", markup=False, highlight=False)
     console.print(_table(plan.layout, before))
     if token_order is not None:
         console.print(": ".join(map(str, token_order)), highlight=False, markup=False)
