@@ -35,7 +35,7 @@ def test_packed() -> None:
         assert torch.equal(one.to_dense()[0, 0], PACKED)
     seen.check(documents=DOCUMENTS, causal=True)
     with pytest.raises(
-        IsolationError, match=r"model.layers.0.self_attn: in row 0, token 3 sees token 0, of document 0, which"
+        IsolationError, match=r"model.layers.0.self_attn: in row 0, token 3 sees token 0, of document 0, and is of"
     ):
         seen.check(documents=torch.tensor([[0] * 3 + [1] * 11]))
     with pytest.raises(ShapeError, match="documents has shape"):
@@ -70,6 +70,8 @@ def test_sparse_and_padding() -> None:
     assert torch.equal(seen[0].to_dense()[:, 0], keys.expand(2, 14, 14))
     assert torch.equal(seen[1].to_dense()[:, 0], keys & window)
     seen.check(documents=valid - 1)
+    with pytest.raises(IsolationError, match="in row 0, token 0 sees token 9, which is padding"):
+        seen.check(documents=(valid - 1)[[1, 0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

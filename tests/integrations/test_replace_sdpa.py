@@ -178,7 +178,7 @@ def test_cross_attention() -> None:
             torch.testing.assert_close(model(source, target), want)
         assert calls.call_count == 3
         with (
-            pytest.raises(UnsupportedError, match="may be self-attention or cross-attention"),
+            pytest.raises(UnsupportedError, match="may be cross-attention"),
             stof.replace_sdpa(WINDOW),
         ):
             model(source, source)

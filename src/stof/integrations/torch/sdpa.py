@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from stof.errors import ArgumentError, StofError, UnsupportedError
+from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.nn.functional import scaled_dot_product_attention
@@ -22,8 +22,11 @@ from stof.runtime.private import has_function_mode
 
 __all__ = ["replace_sdpa"]
 
-# The blocks of all threads, and whether PyTorch's fast paths were enabled before the first one.
-_BLOCKS_LOCK, _BLOCKS, _HAD_FAST_PATHS = threading.Lock(), 0, True
+# How `stof.attention` refuses what PyTorch may take.
+_REFUSED = (ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError)
+_BLOCKS_LOCK = threading.Lock()
+_BLOCKS = 0  # of all threads
+_HAD_FAST_PATHS = True  # whether PyTorch's fast paths were enabled before the first of them
 # The arguments of `F.multi_head_attention_forward` in their order, and their defaults.
 _LAYER_DEFAULTS: dict[str, Any] = {
     name: parameter.default for name, parameter in inspect.signature(F.multi_head_attention_forward).parameters.items()
@@ -35,18 +38,18 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
 
     Serves `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and what is built from them
     (`nn.TransformerEncoder`, timm, torchvision, diffusers), eagerly and compiled. Without a mask, results are those of
-    PyTorch up to rounding, and PyTorch computes what `stof.attention` does not take: calls that may record gradients,
-    dropout, attention weights, other tensor types.
+    PyTorch up to rounding. PyTorch still computes calls while gradients are enabled, with dropout, that return weights,
+    and what `stof.attention` refuses.
 
     Args:
         mask: for self-attention: a score counts only if this mask keeps it as well. A mask of `stof.masks`, text, a
-            mask function or a bool tensor, as of now. **A call counts as self-attention if it has as many keys as
-            queries**: do not give a mask to a model whose cross-attention may have as many. Calls with other lengths
-            are refused, but for `nn.MultiheadAttention`, called eagerly, which computes them without the mask; and it
-            refuses a key that is as long as the query but another tensor.
+            mask function or a bool tensor, which is copied. **A call counts as self-attention if it has as many keys
+            as queries**: give no mask to a model whose cross-attention may have as many. Calls with other lengths
+            raise, except those of `nn.MultiheadAttention` in eager code, which are computed without the mask. With as
+            many keys as queries, it raises unless query and key are one tensor.
 
-    A block is that of one thread. Code that `torch.compile` compiled inside serves no calls outside, and the reverse.
-    While there is a block, `torch.backends.mha`'s fast paths are disabled: they compute attention from weights.
+    A block serves one thread. `torch.compile` compiles calls inside and outside of blocks separately. While there is a
+    block, the fast paths of `torch.backends.mha` are disabled: they compute attention from weights.
 
     Raises:
         ArgumentError: a block inside another one.
@@ -66,7 +69,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
     def __init__(self, mask: Any = None) -> None:
         super().__init__()
         self.mask: Mask | None = None if mask is None else as_mask(mask)
-        self._served = False
+        self._applied = False
 
     def __enter__(self) -> replace_sdpa:
         """Start serving this thread."""
@@ -78,7 +81,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
                 "first; to train, call stof.nn.functional.scaled_dot_product_attention in the model",
                 {},
             )
-        self._served = False
+        self._applied = False
         _count_blocks(1)
         super().__enter__()
         return self
@@ -87,7 +90,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
         """Stop serving this thread."""
         super().__exit__(kind, error, trace)
         _count_blocks(-1)
-        if kind is None and self.mask is not None and not self._served:
+        if kind is None and self.mask is not None and not self._applied:
             raise UnsupportedError(
                 "no attention was computed under the mask of replace_sdpa: nothing inside called "
                 "F.scaled_dot_product_attention or self-attention of nn.MultiheadAttention",
@@ -97,7 +100,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by PyTorch in place of each of its functions."""
+        """Called by PyTorch in place of each of its functions; the block does not apply inside."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -121,31 +124,31 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
                 return F.scaled_dot_product_attention(*arguments, **options)
             try:
                 return scaled_dot_product_attention(*arguments, **options)
-            except StofError:
+            except _REFUSED:
                 return F.scaled_dot_product_attention(*arguments, **options)
         if torch.is_grad_enabled():
             self._refuse("gradients are enabled")
         if query.shape[-2] != key.shape[-2]:
             self._refuse(f"the call has {query.shape[-2]} queries and {key.shape[-2]} keys, so it is no self-attention")
-        self._served = True
+        self._applied = True
         return scaled_dot_product_attention(*arguments, **options, mask=self.mask)
 
     def _layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """`F.multi_head_attention_forward`, whose arguments these are."""
         call = _LAYER_DEFAULTS | dict(zip(_LAYER_DEFAULTS, args, strict=False)) | kwargs
-        query, key = call["query"], call["key"]
-        length = 0 if query.ndim == 3 else -2  # of [tokens, batch, width] or [tokens, width]
-        is_cross_attention = query.shape[length] != key.shape[length]
         reason = _why_not_served(call)
-        if self.mask is not None and not is_cross_attention:
-            if query is not key:
+        if self.mask is None:
+            by_pytorch = bool(reason) or torch.is_grad_enabled() or bool(call["dropout_p"] and call["training"])
+        else:
+            by_pytorch = call["query"].shape[0] != call["key"].shape[0]  # cross-attention
+            if not by_pytorch and call["query"] is not call["key"]:
                 reason = (
-                    "nn.MultiheadAttention is given as many keys as queries, but not the same tensor, so it may be "
-                    "self-attention or cross-attention"
+                    "nn.MultiheadAttention is given as many keys as queries in another tensor, which may be "
+                    "cross-attention (with batch_first=True, query and key are two tensors where value is another)"
                 )
-            if reason:
+            if not by_pytorch and reason:
                 self._refuse(reason)
-        elif reason or self.mask is not None or torch.is_grad_enabled() or (call["dropout_p"] and call["training"]):
+        if by_pytorch:
             out: tuple[Tensor, Tensor | None] = F.multi_head_attention_forward(*args, **kwargs)
             return out
         return _layer_output(call, self._attention), None
@@ -157,7 +160,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
 def _count_blocks(added: int) -> None:
     """Count the blocks; while there are any, PyTorch's layers call attention, also in code that is being compiled.
 
-    The switch is one for all threads. Their results stay the same.
+    The switch is global: layers of other threads have the same results, but not the fast paths.
     """
     global _BLOCKS, _HAD_FAST_PATHS
     with _BLOCKS_LOCK:

@@ -37,7 +37,7 @@ from stof.integrations.transformers.saved_masks import keep_in_checkpoints
 from stof.integrations.transformers.served import check_can_serve, check_module, check_when_set, not_served
 from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import Sparsified, layer_masks, sparsify
-from stof.integrations.transformers.unpadded import encoders_of, is_sentence_transformer, pad_calls, unpad_calls
+from stof.integrations.transformers.unpadded import encoders_of, is_sentence_transformer, undo_unpad_calls, unpad_calls
 
 __all__ = [
     "LayerMask",
@@ -109,7 +109,7 @@ def enable(model: nn.Module, *, unpad: bool | None = None) -> nn.Module:
     for part, implementation in zip(parts, before, strict=True):
         if implementation != NAME:
             part._stof_before = implementation
-    pad_calls(model)
+    undo_unpad_calls(model)
     unpad_calls(encoders, required=unpad is True)
     return model
 
@@ -133,7 +133,7 @@ def disable(model: nn.Module) -> nn.Module:
         'sdpa'
     """
     check_module(model)
-    pad_calls(model)
+    undo_unpad_calls(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [part.config._attn_implementation for part in parts]
     # Setting a part also sets the parts within it, so those follow.

@@ -51,18 +51,19 @@ class RecordedMasks(list[LayerMask]):
         """Record a call of a layer of the model.
 
         Args:
-            given: the layer's argument `attention_mask`: a float tensor is added to scores, and hides keys by -inf.
+            mask, sparse: of the model and of the layer.
+            given: the layer's argument `attention_mask`; a float tensor hides keys by -inf or its dtype's minimum.
         """
-        if layer not in self._names:
+        if layer not in self._names:  # another model's
             return
         if mask.split is not None:
             raise UnsupportedError("masks of a sequence that is split over ranks are not recorded", {})
-        seen = mask_of(mask.narrowed(None if sparse is None else mask.in_sequences(sparse, query.device)))
+        combined = mask_of(mask.narrowed(None if sparse is None else mask.in_sequences(sparse, query.device)))
         if mask.keep is not None:
-            seen = seen & from_dense(mask.keep)
+            combined = combined & from_dense(mask.keep)
         if isinstance(given, Tensor) and given.is_floating_point():
-            seen = seen & from_dense(given[..., : key.shape[2]] > torch.finfo(given.dtype).min)
-        self.append(LayerMask(self._names[layer], seen, (*query.shape[:3], key.shape[2])))
+            combined = combined & from_dense(given[..., : key.shape[2]] > torch.finfo(given.dtype).min)
+        self.append(LayerMask(self._names[layer], combined, (*query.shape[:3], key.shape[2])))
 
     def check(self, *, documents: Tensor | None = None, causal: bool = False) -> None:
         """Raise if a query of self-attention saw a key that it should not see.
@@ -70,8 +71,8 @@ class RecordedMasks(list[LayerMask]):
         Compares every score: memory grows with the square of the length.
 
         Args:
-            documents: int `[B, S]`, the document of each token, below 0 for padding: no token sees one of another
-                document, or padding. What padding sees does not matter. With a cache, S counts the tokens in it.
+            documents: int `[B, S]`, the document of each token, below 0 for padding. A document's tokens see its own
+                tokens alone; padding may see all. With a cache, S counts the tokens in it.
             causal: no token sees a later one.
 
         Raises:
@@ -89,35 +90,36 @@ class RecordedMasks(list[LayerMask]):
     @staticmethod
     def _check_layer(one: LayerMask, documents: Tensor | None, causal: bool) -> None:
         batch, _, q_len, kv_len = one.shape
-        seen = one.to_dense().any(1)
-        wrong = torch.zeros_like(seen)
+        visible = one.to_dense().any(1)  # in any head
+        wrong = torch.zeros_like(visible)
         if documents is not None:
             if documents.shape != (batch, kv_len):
                 raise ShapeError(
                     f"documents has shape {list(documents.shape)}, {one.layer} read {[batch, kv_len]} keys"
                 )
-            of_keys = documents.cpu()[:, None, :]
-            of_queries = documents.cpu()[:, kv_len - q_len :, None]
-            wrong = seen & (of_queries >= 0) & (of_queries != of_keys)
+            documents = documents.cpu()
+            of_queries = documents[:, kv_len - q_len :, None]
+            wrong = visible & (of_queries >= 0) & (of_queries != documents[:, None, :])
         if causal:
             position = torch.arange(kv_len)
-            wrong = wrong | (seen & (position > position[kv_len - q_len :, None]))
+            wrong = wrong | (visible & (position > position[kv_len - q_len :, None]))
         if wrong.any():
             row, query, key = wrong.nonzero()[0].tolist()
             token = kv_len - q_len + query
-            why = (
-                "a later token"
-                if documents is None or documents[row, token] == documents[row, key]
-                else (f"of document {int(documents[row, key])}, which is not its document {int(documents[row, token])}")
-            )
-            raise IsolationError(f"{one.layer}: in row {row}, token {token} sees token {key}, {why}")
+            if documents is None or documents[row, token] == documents[row, key]:
+                what = "a later token"
+            elif documents[row, key] < 0:
+                what = "which is padding"
+            else:
+                what = f"of document {int(documents[row, key])}, and is of document {int(documents[row, token])}"
+            raise IsolationError(f"{one.layer}: in row {row}, token {token} sees token {key}, {what}")
 
 
 _RECORDING: ContextVar[RecordedMasks | None] = ContextVar("stof_recorded_masks", default=None)
 
 
 def recording() -> RecordedMasks | None:
-    """Where this thread's calls are recorded; None if they are not. Not in compiled code."""
+    """Where this thread's calls are recorded; None if they are not. Compiled code must not call it."""
     return None if IGNORED.get() else _RECORDING.get()
 
 

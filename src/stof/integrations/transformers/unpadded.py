@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
-    """The base models of a model, all of which are encoders.
+    """The outermost base models of a model; each must be an encoder.
 
     Raises:
         UnsupportedError: one is no encoder.
@@ -42,14 +42,15 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
     """Have encoders leave out padding on the right; see `enable`.
 
     Args:
-        required: refuse calls of models that cannot be packed, in place of computing on padding.
+        required: raise in calls of models that cannot be packed, in place of computing on padding from then on. Calls
+            that are not packed (see `enable`) compute on padding in any case.
     """
     for encoder in encoders:
         # An attribute of the base model, whose `forward` some libraries call in place of the model.
         vars(encoder)["forward"] = _UnpaddedForward(encoder, required)
 
 
-def pad_calls(model: nn.Module) -> None:
+def undo_unpad_calls(model: nn.Module) -> None:
     """Undo `unpad_calls`."""
     for part in model.modules():
         forward = vars(part).get("forward")
@@ -63,7 +64,7 @@ def is_sentence_transformer(model: nn.Module) -> bool:
 
 
 class _UnpaddedForward:
-    """The attribute `forward` of a base model. It holds the model alone, so copies of the model have their own."""
+    """The attribute `forward` of a base model; copies of the model hold a copy, bound to them."""
 
     def __init__(self, base: PreTrainedModel, required: bool) -> None:
         self._base: Any = base
@@ -73,7 +74,8 @@ class _UnpaddedForward:
         # Models that count positions from the padding's number on (RoBERTa).
         padding: Any = getattr(getattr(base, "embeddings", None), "padding_idx", None)
         self._first_position = 0 if padding is None else padding + 1
-        self._pools_rows = False
+        # Outputs that are known to be the pooler's.
+        self._pooled: set[object] = set()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -85,15 +87,15 @@ class _UnpaddedForward:
         return replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        packed = self._packed(args, kwargs)
+        packed = self._pack(args, kwargs)
         if packed is None:
             return self._forward(*args, **kwargs)
         try:
-            return self._call(*packed)
+            return self._run(*packed)
         except UnsupportedError as error:
             if self._required:
                 raise
-            _log.info("%s computes on padding: %s", type(self._base).__name__, error)
+            _log.info("%s computes on padding from now on: %s", type(self._base).__name__, error)
             self.remove()
             return self._base(*args, **kwargs)
 
@@ -103,7 +105,7 @@ class _UnpaddedForward:
         if self._replaced is not None:
             self._base.forward = self._replaced
 
-    def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]] | None:
+    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]] | None:
         """The packed batch of a call and its options, or None if it computes on padding."""
         if torch.compiler.is_compiling():
             return None
@@ -114,43 +116,44 @@ class _UnpaddedForward:
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         ids, valid = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
         options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-        if ids is None or valid is None or ids.ndim != 2 or valid.shape != ids.shape or not is_padded_right(valid):
+        if ids is None or valid is None or ids.ndim != 2 or valid.shape != ids.shape or not has_right_padding(valid):
             return None
         known = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
-        if not known or any(options.get(name) is not None for name in ("past_key_values", "output_attentions")):
+        if not known or options.get("past_key_values") is not None or options.get("output_attentions"):
             return None
         per_token: dict[str, Any] = tensors
         return pack(ids, valid, first_position=self._first_position, **per_token), options
 
-    def _call(self, packed: PackedBatch, options: dict[str, Any]) -> Any:
-        # The model, not its `forward`: a hook checks that it keeps sequences apart.
+    def _run(self, packed: PackedBatch, options: dict[str, Any]) -> Any:
+        # The model, not its `forward`: a hook checks that it keeps sequences apart. The packed batch has no padding, so
+        # this function passes it on.
         output = self._base(**{**options, **packed.model_inputs()})
         values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
         unpacked = {name: _unpacked(packed, value) for name, value in values.items()}
-        first = next(iter(values))
+        first_name = next(iter(values))
         # What is left describes rows, such as BERT's pooled first tokens.
         for name, value in values.items():
             if isinstance(value, Tensor) and not _has_tokens(packed, value):
-                self._check_pooler(values[first], value, name)
-                unpacked[name] = self._base.pooler(unpacked[first])
+                self._check_pooler(values[first_name], value, name)
+                unpacked[name] = self._base.pooler(unpacked[first_name])
         return tuple(unpacked.values()) if isinstance(output, tuple) else type(output)(**unpacked)
 
-    def _check_pooler(self, rows: Tensor, value: Tensor, name: object) -> None:
-        """Refuse a model whose other output is not `base.pooler` of the hidden states."""
-        if self._pools_rows:
+    def _check_pooler(self, hidden: Tensor, value: Tensor, name: object) -> None:
+        """Refuse a model whose output of this name is not `base.pooler` of the hidden states."""
+        if name in self._pooled:
             return
         pooler: Any = getattr(self._base, "pooler", None)
-        again = None if pooler is None else pooler(rows)
+        again = None if pooler is None else pooler(hidden)
         if again is None or again.shape != value.shape or not torch.allclose(again, value, atol=1e-3, rtol=1e-3):
             raise UnsupportedError(
                 f"{type(self._base).__name__} returns {name}, which its pooler does not make of the hidden states, so "
                 "it is not known for each sequence; leave out unpad=True",
                 {},
             )
-        self._pools_rows = True
+        self._pooled.add(name)
 
 
-def is_padded_right(valid: Tensor) -> bool:
+def has_right_padding(valid: Tensor) -> bool:
     """Whether there is padding, on the right alone, and a token in each row. Waits for the device."""
     is_token = valid != 0
     decreasing = (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
