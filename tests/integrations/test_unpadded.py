@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters as dynamo_counters
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -18,7 +19,8 @@ from transformers import (
     RobertaModel,
 )
 
-from stof.errors import UnsupportedError
+import stof
+from stof.errors import ArgumentError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -121,6 +123,56 @@ def test_refused() -> None:
     model = hf.enable(AlbertModel(AlbertConfig(**SIZES, embedding_size=16)).eval(), unpad=True)
     with pytest.raises(UnsupportedError, match="returns pooler_output, which its pooler does not make"):
         model(**_inputs())
+
+
+@pytest.mark.parametrize("build", [models.bert, _roberta])
+def test_optimized(build: Any) -> None:
+    """Encoders are compiled once for packed batches of any number of tokens, and copies run them eagerly."""
+    torch.compiler.reset()
+    model, graphs = build(), dynamo_counters["stats"]["unique_graphs"]
+    padded = copy.deepcopy(model)
+    optimized = stof.optimize(model, unpad=True)
+    seen = []
+    for lengths in ((5, 16, 12), (16, 3, 9), (8, 8, 16), (2, 16, 1)):
+        inputs = _inputs(lengths=lengths)
+        with torch.no_grad():
+            want = padded(**inputs)
+            got, calls = _packed_calls(optimized, inputs)
+        assert calls == 1
+        valid = inputs["attention_mask"].bool()
+        torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(got[1], want[1], atol=2e-5, rtol=1e-5)
+        seen.append(dynamo_counters["stats"]["unique_graphs"] - graphs)
+    assert 1 <= seen[1] == seen[-1], seen
+    copied = copy.deepcopy(optimized)
+    torch.testing.assert_close(_packed_calls(copied, inputs)[0][0], got[0], atol=2e-5, rtol=1e-5)
+    assert dynamo_counters["stats"]["unique_graphs"] - graphs == seen[-1]
+
+
+def test_optimized_training() -> None:
+    torch.compiler.reset()
+    model = BertForSequenceClassification(
+        BertConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ).train()
+    padded, inputs, gradients = copy.deepcopy(model), _inputs(), []
+    optimized = stof.optimize(model, unpad=True)
+    for one in (padded, optimized):
+        one(**inputs, labels=torch.tensor([0, 2, 1])).loss.backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    for made, wanted in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_optimize_refuses() -> None:
+    for build, options, error in (
+        (models.bert, {"cuda_graphs": "whole"}, ArgumentError),
+        (models.bert, {"dynamic": False}, ArgumentError),
+        (models.bert, {"attention": False}, ArgumentError),
+        (lambda: torch.nn.Linear(2, 2).eval(), {}, ArgumentError),
+        (models.llama, {}, UnsupportedError),
+    ):
+        with pytest.raises(error, match="unpad=True takes encoders"):
+            stof.optimize(build(), unpad=True, **options)
 
 
 def test_copies() -> None:

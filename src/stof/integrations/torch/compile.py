@@ -180,6 +180,7 @@ def optimize(
     mask: Mask | None = None,
     attention: bool = True,
     pack: bool = True,
+    unpad: bool = False,
     dynamic: bool | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -196,12 +197,14 @@ def optimize(
         attention: let stof compute the attention of a Hugging Face model; other models choose theirs themselves.
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`), except
             in training mode.
+        unpad: leave padding out of the batches of encoders of Hugging Face (`hf.enable(model, unpad=True)`). The
+            encoders alone are compiled, for any number of tokens. Not with CUDA graphs.
         dynamic: as in `torch.compile`.
         options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 
     Returns:
-        the compiled model. `unpack_weights(model)` undoes the packing; attention is set back by
-        `model.set_attn_implementation`.
+        the compiled model; with `unpad` the model itself. `unpack_weights(model)` undoes the packing; attention is set
+        back by `model.set_attn_implementation`.
 
     Raises:
         UnsupportedError: the model's attention cannot be served.
@@ -228,7 +231,12 @@ def optimize(
         )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
-    for name, value in (("attention", attention), ("pack", pack), ("dynamic", dynamic)):
+    if unpad and (not attention or not _is_transformers(model) or parsed.cuda_graphs or dynamic is False):
+        raise ArgumentError(
+            "unpad=True takes encoders of transformers, attention=True, no CUDA graphs, and not dynamic=False: each "
+            "batch has another number of tokens"
+        )
+    for name, value in (("attention", attention), ("pack", pack), ("unpad", unpad), ("dynamic", dynamic)):
         if not isinstance(value, bool) and (name != "dynamic" or value is not None):
             raise ArgumentError(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
@@ -246,8 +254,8 @@ def optimize(
             # A bad mask is refused before the model is changed.
             hf.check_can_serve(model)
             per_layer = hf.layer_masks(model, mask)
+        hf.enable(model, unpad=unpad or None)
         _remove_masks(model)
-        hf.enable(model)
         if mask is not None:
             setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(per_layer))))
     else:
@@ -258,14 +266,20 @@ def optimize(
         will_be_captured(model, parsed.cuda_graphs == WHOLE)
     if model.training:
         _log.info("training mode: attention is stof's; Inductor compiles all else, forward and backward, unfused")
-        mode = "reduce-overhead" if parsed.cuda_graphs else None  # Inductor's CUDA graphs
-        return cast(nn.Module, torch.compile(model, mode=mode, dynamic=dynamic))
-    if pack:
-        pack_weights(model)
-    compiled: Any = torch.compile(model, backend=stof_backend, dynamic=dynamic, options=options)
+        # Inductor's CUDA graphs.
+        how: dict[str, Any] = {"mode": "reduce-overhead" if parsed.cuda_graphs else None}
+    else:
+        if pack:
+            pack_weights(model)
+        how = {"backend": stof_backend, "options": options}
+    if unpad:
+        from stof.integrations.transformers.unpadded import compile_packed_calls
+
+        compile_packed_calls(model, functools.partial(torch.compile, dynamic=True, **how))
+        return model
+    compiled: Any = torch.compile(model, dynamic=dynamic, **how)
     if mask is not None and not _is_transformers(model):
-        mask = as_mask(mask)
-        compiled.forward = _masked(mask, compiled.forward)
+        compiled.forward = _masked(as_mask(mask), compiled.forward)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)

@@ -50,6 +50,14 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
         vars(encoder)["forward"] = _UnpaddedForward(encoder, required)
 
 
+def compile_packed_calls(model: nn.Module, compiler: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    """Compile the encoders that leave out padding; batches are packed and unpacked outside of compiled code."""
+    for part in model.modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, _UnpaddedForward):
+            forward.compiled = compiler(part)
+
+
 def undo_unpad_calls(model: nn.Module) -> None:
     """Undo `unpad_calls`."""
     for part in model.modules():
@@ -76,6 +84,11 @@ class _UnpaddedForward:
         self._first_position = 0 if padding is None else padding + 1
         # Outputs that are known to be the pooler's.
         self._pooled: set[object] = set()
+        # The compiled model, for packed batches; copies have none.
+        self.compiled: Callable[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"compiled": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -127,7 +140,8 @@ class _UnpaddedForward:
     def _run(self, packed: PackedBatch, options: dict[str, Any]) -> Any:
         # The model, not its `forward`: a hook checks that it keeps sequences apart. The packed batch has no padding, so
         # this function passes it on.
-        output = self._base(**{**options, **packed.model_inputs()})
+        call = self._base if self.compiled is None else self.compiled
+        output = call(**{**options, **packed.model_inputs()})
         values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
         unpacked = {name: _unpacked(packed, value) for name, value in values.items()}
         first_name = next(iter(values))
