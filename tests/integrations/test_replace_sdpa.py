@@ -321,3 +321,35 @@ def test_threads() -> None:
         thread.join()
         call()
     torch.testing.assert_close(results, [stof.attention(q, q, q), stof.attention(q, q, q, WINDOW)])
+
+
+def _timm() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    timm = pytest.importorskip("timm")
+    return timm.create_model("vit_tiny_patch16_224", num_classes=7), (draw(1, 3, 224, 224),)
+
+
+def _torchvision() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    # A build for another PyTorch raises a RuntimeError.
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
+    model = models.VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=7)
+    nn.init.normal_(model.heads.head.weight)
+    return model, (draw(1, 3, 32, 32),)
+
+
+def _diffusers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    attention = pytest.importorskip("diffusers.models.attention", exc_type=(ImportError, RuntimeError))
+    return attention.BasicTransformerBlock(32, 4, 8), (draw(2, 64, 32),)
+
+
+@pytest.mark.parametrize("build", [_timm, _torchvision, _diffusers])
+def test_models_of_other_libraries(build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+    model, inputs = build()
+    with torch.inference_mode():
+        want = model.eval()(*inputs)
+        with spy() as calls, stof.replace_sdpa():
+            torch.testing.assert_close(model(*inputs), want, atol=1e-4, rtol=1e-4)
+        assert calls.call_count > 0
+        with stof.replace_sdpa(WINDOW):
+            windowed = model(*inputs)
+        assert (windowed - want).abs().max() > 1e-4
+        torch.testing.assert_close(stof.optimize(model, mask=WINDOW)(*inputs), windowed, atol=1e-4, rtol=1e-4)
