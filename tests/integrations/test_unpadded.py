@@ -15,12 +15,14 @@ from transformers import (
     AlbertModel,
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     RobertaConfig,
     RobertaModel,
 )
 
 import stof
-from stof.errors import ArgumentError, UnsupportedError
+from stof import masks
+from stof.errors import ArgumentError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -175,20 +177,155 @@ def test_optimize_refuses() -> None:
             stof.optimize(build(), unpad=True, **options)
 
 
-def test_copies() -> None:
+@pytest.mark.parametrize("optimized", [False, True])
+def test_copies(optimized: bool) -> None:
     """Copies of a model compute by their weights."""
-    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    model, inputs = models.bert(), _inputs()
+    model = stof.optimize(model, unpad=True) if optimized else hf.enable(model, unpad=True)
+    valid = inputs["attention_mask"].bool()
+    first, _ = _packed_calls(model, inputs)
+    replica = model._replicate_for_data_parallel()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model), replica):
+        assert type(copied).__name__ == "BertModel"
+        copied.encoder = copy.deepcopy(model.encoder)
+        copied._modules["embeddings"] = copy.deepcopy(model.embeddings)
         with torch.no_grad():
             for parameter in copied.parameters():
                 parameter.mul_(1.1)
         got, calls = _packed_calls(copied, inputs)
         assert calls == 1
-        hf.enable(copied, unpad=False)
-        want, calls = _packed_calls(copied, inputs)
+        want, calls = _packed_calls(copied, inputs | {"position_ids": torch.arange(16).expand(3, -1)})
         assert calls == 0
-        valid = inputs["attention_mask"].bool()
         torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+        assert (got[0] - first[0]).abs().max() > 0.1
+        hf.enable(copied, unpad=False)
+        assert _packed_calls(copied, inputs)[1] == 0
+        assert _packed_calls(model, inputs)[1] == 1
+
+
+def test_class() -> None:
+    """It is the model's own again after `disable`, and its name is that in between."""
+    model = models.bert()
+    kind, registered = type(model), repr(type(model))
+    hf.enable(model, unpad=True)
+    assert isinstance(model, kind)
+    assert repr(type(model)) == registered
+    hf.disable(model)
+    assert type(model) is kind
+
+
+def test_saved(tmp_path: Any) -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    model.save_pretrained(tmp_path)
+    loaded = type(models.bert()).from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["BertModel"]
+    valid = inputs["attention_mask"].bool()
+    got, want = _packed_calls(model, inputs)[0], _packed_calls(loaded, inputs)[0]
+    torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+
+
+def test_hooks_run_once() -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    seen = []
+
+    def other_tokens(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        seen.append(kwargs["input_ids"].shape)
+        return args, kwargs | {"input_ids": (kwargs["input_ids"] + 1) % models.VOCABULARY}
+
+    def doubled(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.register_forward_pre_hook(other_tokens, with_kwargs=True)
+    model.register_forward_hook(doubled)
+    got, calls = _packed_calls(model, inputs)
+    assert calls == 1
+    assert seen == [inputs["input_ids"].shape]
+    hf.disable(model)
+    want, _ = _packed_calls(model, inputs)
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[0][valid], want[0][valid], atol=4e-5, rtol=1e-5)
+
+
+def test_padding_tokens_in_texts() -> None:
+    """RoBERTa's positions pass over them, so such batches compute on padding."""
+    model, inputs = _roberta(), _inputs()
+    inputs["input_ids"][1, 4] = 1
+    with torch.no_grad():
+        want = model(**inputs)
+    got, calls = _packed_calls(hf.enable(model, unpad=True), inputs)
+    assert calls == 0
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+
+
+def test_float_masks() -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    want, _ = _packed_calls(model, inputs)
+    got, calls = _packed_calls(model, inputs | {"attention_mask": inputs["attention_mask"].float()})
+    assert calls == 1
+    assert torch.equal(got[0], want[0])
+
+
+def test_another_attention_implementation() -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    want, _ = _packed_calls(model, inputs)
+    model.set_attn_implementation("sdpa")
+    got, _ = _packed_calls(model, inputs)
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[0][valid], want[0][valid], atol=2e-5, rtol=1e-5)
+
+
+class _TwoOutputs(BertModel):
+    """Returns one more output of each row, which is not the pooler's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, pooled = super().forward(*args, **kwargs | {"return_dict": False})
+        return hidden, pooled, hidden[:, 0].cumsum(-1)
+
+
+class _Rows(BertModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, _ = super().forward(*args, **kwargs | {"return_dict": False})
+        return hidden, (hidden[:, 0],)
+
+
+class _Plain(BertModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)[0]
+
+
+@pytest.mark.parametrize("kind", [_TwoOutputs, _Rows, _Plain])
+def test_unknown_outputs(kind: Any) -> None:
+    """They are refused, or computed on padding where nobody asked for less."""
+    model, inputs = kind(BertConfig(**SIZES)).eval(), _inputs()
+    with torch.no_grad():
+        want = model(**inputs)
+    hf.enable(model, unpad=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="so it is not known for each sequence"):
+            model(**inputs)
+    unpadded.undo_unpad_calls(model)
+    unpadded.unpad_calls(unpadded.encoders_of(model), required=False)
+    valid = inputs["attention_mask"].bool()
+    for expected in (1, 0):
+        got, calls = _packed_calls(model, inputs)
+        assert calls == expected
+        first = [x[0] if isinstance(x, tuple) else x for x in (got, want)]
+        torch.testing.assert_close(first[0][valid], first[1][valid], atol=2e-5, rtol=1e-5)
+
+
+def test_masks_that_do_not_fit_packed_batches() -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    keep = torch.ones(16, 16, dtype=torch.bool).tril(3)
+    hf.sparsify(model, masks.from_dense(keep))
+    with pytest.raises(ShapeError):
+        model(**inputs)
+    hf.enable(model)
+    want, _ = _packed_calls(model, inputs)
+    unpadded.unpad_calls(unpadded.encoders_of(model), required=False)
+    got, _ = _packed_calls(model, inputs)
+    assert torch.equal(got[0], want[0])
 
 
 @pytest.fixture

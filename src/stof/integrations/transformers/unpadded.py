@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stof.errors import UnsupportedError
+from stof.errors import StofError, UnsupportedError
+from stof.integrations.transformers.packed_calls import before_forward
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.sparsify import self_attention_layers
 
 _log = logging.getLogger(__name__)
+_STATE = "_stof_unpadding"
 
 
 def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
@@ -35,6 +37,12 @@ def encoders_of(model: nn.Module) -> list[PreTrainedModel]:
             raise UnsupportedError(
                 f"unpad=True takes encoders, and {type(base).__name__} is none; pack its batches with pack()", {}
             )
+        if "forward" in vars(base):
+            raise UnsupportedError(
+                f"unpad=True takes models with the forward of their class, and that of this {type(base).__name__} was "
+                "replaced, as accelerate's hooks do; enable the model before",
+                {},
+            )
     return bases
 
 
@@ -46,24 +54,26 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
             that are not packed (see `enable`) compute on padding in any case.
     """
     for encoder in encoders:
-        # An attribute of the base model, whose `forward` some libraries call in place of the model.
-        vars(encoder)["forward"] = _UnpaddedForward(encoder, required)
+        setattr(encoder, _STATE, _State(encoder, required))
+        encoder.__class__ = _unpadding_class(type(encoder))
 
 
-def compile_packed_calls(model: nn.Module, compiler: Callable[[nn.Module], Callable[..., Any]]) -> None:
+def compile_packed_calls(model: nn.Module, compiler: Callable[..., Callable[..., Any]]) -> None:
     """Compile the encoders that leave out padding; batches are packed and unpacked outside of compiled code."""
     for part in model.modules():
-        forward = vars(part).get("forward")
-        if isinstance(forward, _UnpaddedForward):
-            forward.compiled = compiler(part)
+        state: _State | None = vars(part).get(_STATE)
+        if state is not None:
+            state.compiler = compiler
 
 
 def undo_unpad_calls(model: nn.Module) -> None:
     """Undo `unpad_calls`."""
     for part in model.modules():
-        forward = vars(part).get("forward")
-        if isinstance(forward, _UnpaddedForward):
-            forward.remove()
+        vars(part).pop(_STATE, None)
+        # Others may have derived classes from this one: without a state, it computes on padding.
+        original: Any = vars(type(part)).get("_stof_unpadded_class")
+        if original is not None:
+            part.__class__ = original
 
 
 def is_sentence_transformer(model: nn.Module) -> bool:
@@ -71,119 +81,160 @@ def is_sentence_transformer(model: nn.Module) -> bool:
     return any(base.__module__.startswith("sentence_transformers.") for base in type(model).__mro__)
 
 
-class _UnpaddedForward:
-    """The attribute `forward` of a base model; copies of the model hold a copy, bound to them."""
+class _State:
+    """What an encoder that leaves out padding knows.
 
-    def __init__(self, base: PreTrainedModel, required: bool) -> None:
-        self._base: Any = base
-        self._required = required
-        # What another library put in the place of the method, such as a hook of accelerate.
-        self._replaced = vars(base).get("forward")
-        # Models that count positions from the padding's number on (RoBERTa).
-        padding: Any = getattr(getattr(base, "embeddings", None), "padding_idx", None)
-        self._first_position = 0 if padding is None else padding + 1
-        # Outputs that are known to be the pooler's.
-        self._pooled: set[object] = set()
-        # The compiled model, for packed batches; copies have none.
+    Attributes:
+        required: see `unpad_calls`.
+        padding: the token that the model's positions pass over; None if they count all tokens.
+        pooled: names of outputs that are known to be the pooler's.
+        compiler: compiles the model's `forward`; None to run it as it is. Copies have none.
+        compiled: what it made, for packed batches.
+    """
+
+    def __init__(self, encoder: Any, required: bool) -> None:
+        self.required = required
+        # RoBERTa's positions begin behind the padding's number.
+        self.padding: int | None = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
+        self.pooled: set[object] = set()
+        self.compiler: Callable[..., Callable[..., Any]] | None = None
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"compiled": None}
+        return vars(self) | {"compiler": None, "compiled": None}
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward)
 
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        replaced: Callable[..., Any] = self._replaced or functools.partial(type(self._base).forward, self._base)
-        return replaced
+@functools.cache
+def _unpadding_class(kind: Any) -> Any:
+    """A model class that leaves out padding. Its name is that of `kind`, which checkpoints and messages show.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        packed = self._pack(args, kwargs)
+    Some libraries call a model's `forward`, so hooks would not do; a function on the model would compute by the weights
+    of another model after a shallow copy, such as the replicas of `nn.DataParallel`.
+    """
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_Unpadding, kind), names | {"_stof_unpadded_class": kind})
+
+
+def _new(kind: type) -> Any:
+    """An empty model that leaves out padding, for copies."""
+    cls: Any = _unpadding_class(kind)
+    return cls.__new__(cls)
+
+
+class _Unpadding:
+    """The methods of encoders that leave out padding, in front of those of their class."""
+
+    _stof_unpadded_class: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_new, (self._stof_unpadded_class,), *super().__reduce_ex__(protocol)[2:])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the class, on packed batches where they are padded on the right."""
+        padded: Callable[..., Any] = super().forward  # type: ignore[misc]
+        state: _State | None = vars(self).get(_STATE)
+        if state is None or torch.compiler.is_compiling():
+            return padded(*args, **kwargs)
+        packed = _packed(state, inspect.signature(padded), args, kwargs)
         if packed is None:
-            return self._forward(*args, **kwargs)
+            return padded(*args, **kwargs)
+        batch, options = packed
         try:
-            return self._run(*packed)
-        except UnsupportedError as error:
-            if self._required:
+            # The hook that checks that the model keeps sequences apart. The model's hooks run once, on padded batches.
+            changed = before_forward(self, (), {**options, **batch.model_inputs()})  # type: ignore[arg-type]
+            if changed is None:  # it has another attention implementation by now
+                return padded(*args, **kwargs)
+            if state.compiler is not None and state.compiled is None:
+                # The function of the class, because shallow copies of the model have the same state.
+                state.compiled = state.compiler(self._stof_unpadded_class.forward)
+            run = padded if state.compiled is None else functools.partial(state.compiled, self)
+            return _unpacked_output(self, state, batch, run(**changed[1]))
+        except StofError as error:
+            if state.required:
                 raise
-            _log.info("%s computes on padding from now on: %s", type(self._base).__name__, error)
-            self.remove()
-            return self._base(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the model its `forward` back."""
-        del vars(self._base)["forward"]
-        if self._replaced is not None:
-            self._base.forward = self._replaced
-
-    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]] | None:
-        """The packed batch of a call and its options, or None if it computes on padding."""
-        if torch.compiler.is_compiling():
-            return None
-        names = inspect.signature(self._forward).parameters
-        if len(args) > len(names):
-            return None
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        ids, valid = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
-        options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-        if ids is None or valid is None or ids.ndim != 2 or valid.shape != ids.shape or not has_right_padding(valid):
-            return None
-        known = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
-        if not known or options.get("past_key_values") is not None or options.get("output_attentions"):
-            return None
-        per_token: dict[str, Any] = tensors
-        return pack(ids, valid, first_position=self._first_position, **per_token), options
-
-    def _run(self, packed: PackedBatch, options: dict[str, Any]) -> Any:
-        # The model, not its `forward`: a hook checks that it keeps sequences apart. The packed batch has no padding, so
-        # this function passes it on.
-        call = self._base if self.compiled is None else self.compiled
-        output = call(**{**options, **packed.model_inputs()})
-        values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
-        unpacked = {name: _unpacked(packed, value) for name, value in values.items()}
-        first_name = next(iter(values))
-        # What is left describes rows, such as BERT's pooled first tokens.
-        for name, value in values.items():
-            if isinstance(value, Tensor) and not _has_tokens(packed, value):
-                self._check_pooler(values[first_name], value, name)
-                unpacked[name] = self._base.pooler(unpacked[first_name])
-        return tuple(unpacked.values()) if isinstance(output, tuple) else type(output)(**unpacked)
-
-    def _check_pooler(self, hidden: Tensor, value: Tensor, name: object) -> None:
-        """Refuse a model whose output of this name is not `base.pooler` of the hidden states."""
-        if name in self._pooled:
-            return
-        pooler: Any = getattr(self._base, "pooler", None)
-        again = None if pooler is None else pooler(hidden)
-        if again is None or again.shape != value.shape or not torch.allclose(again, value, atol=1e-3, rtol=1e-3):
-            raise UnsupportedError(
-                f"{type(self._base).__name__} returns {name}, which its pooler does not make of the hidden states, so "
-                "it is not known for each sequence; leave out unpad=True",
-                {},
-            )
-        self._pooled.add(name)
+            _log.info("%s computes on padding from now on: %s", type(self).__name__, error)
+            delattr(self, _STATE)
+            return padded(*args, **kwargs)
 
 
-def has_right_padding(valid: Tensor) -> bool:
-    """Whether there is padding, on the right alone, and a token in each row. Waits for the device."""
-    is_token = valid != 0
+def _packed(
+    state: _State, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[PackedBatch, dict[str, Any]] | None:
+    """The packed batch of a call and its options, or None if it computes on padding."""
+    if len(args) > len(signature.parameters):
+        return None
+    arguments = dict(zip(signature.parameters, args, strict=False)) | kwargs
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    ids, mask = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
+    options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+    if ids is None or mask is None or ids.ndim != 2 or mask.shape != ids.shape:
+        return None
+    only_token_types = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
+    if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
+        return None
+    is_token = mask != 0
+    usual = has_right_padding(is_token) & (mask <= 1).all()
+    if state.padding is not None:
+        usual &= ~(is_token & (ids == state.padding)).any()
+    if not usual:
+        return None
+    first_position = 0 if state.padding is None else state.padding + 1
+    per_token: dict[str, Any] = tensors
+    return pack(ids, is_token.long(), first_position=first_position, **per_token), options
+
+
+def has_right_padding(is_token: Tensor) -> Tensor:
+    """Whether there is padding, on the right alone, and a token in each row: bool without dimensions."""
     decreasing = (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
-    return bool(decreasing & ~is_token.all())
+    return decreasing & ~is_token.all()
 
 
-def _has_tokens(packed: PackedBatch, value: Tensor) -> bool:
+def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:
+    """The output of a packed batch, as one of the padded batch."""
+    if not isinstance(output, (tuple, Mapping)):
+        raise _unknown_output(encoder, type(output).__name__)
+    values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
+    first = next(iter(values))
+    unpacked: dict[Any, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and not _has_tokens(batch, value) and name != first:
+            # What describes rows, such as BERT's pooled first tokens.
+            _check_pooler(encoder, state, values[first], value, name)
+            unpacked[name] = encoder.pooler(unpacked[first])
+        else:
+            unpacked[name] = _unpacked(encoder, batch, value)
+    return tuple(unpacked.values()) if isinstance(output, tuple) else type(output)(**unpacked)
+
+
+def _check_pooler(encoder: Any, state: _State, hidden: Tensor, value: Tensor, name: object) -> None:
+    """Refuse a model whose output of this name is not the pooler's of the hidden states."""
+    if name in state.pooled:
+        return
+    pooler: Any = getattr(encoder, "pooler", None)
+    again = None if pooler is None else pooler(hidden)
+    if again is None or again.shape != value.shape or not torch.allclose(again, value, atol=1e-3, rtol=1e-3):
+        raise _unknown_output(encoder, f"{name}, which its pooler does not make of the hidden states")
+    state.pooled.add(name)
+
+
+def _has_tokens(batch: PackedBatch, value: Tensor) -> bool:
     """Whether a tensor is `[R, T, ...]` of a packed batch; pooled outputs have two dimensions."""
-    return value.ndim > 2 and value.shape[:2] == packed.packed_shape
+    return value.ndim > 2 and value.shape[:2] == batch.packed_shape
 
 
-def _unpacked(packed: PackedBatch, value: Any) -> Any:
-    if isinstance(value, Tensor) and _has_tokens(packed, value):
-        return packed.unpack(value)
+def _unpacked(encoder: Any, batch: PackedBatch, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not _has_tokens(batch, value):
+            raise _unknown_output(encoder, f"a tensor {list(value.shape)}")
+        return batch.unpack(value)
     if isinstance(value, tuple):
-        return tuple(_unpacked(packed, part) for part in value)
+        return tuple(_unpacked(encoder, batch, part) for part in value)
     if isinstance(value, Mapping):
-        return {name: _unpacked(packed, part) for name, part in value.items()}
+        return {name: _unpacked(encoder, batch, part) for name, part in value.items()}
     return value
+
+
+def _unknown_output(encoder: Any, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(encoder).__name__} returns {what}, so it is not known for each sequence; leave out unpad=True", {}
+    )
