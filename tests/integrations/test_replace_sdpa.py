@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import stof
 from stof import masks
-from stof.errors import ArgumentError, UnsupportedError
+from stof.errors import ArgumentError, MaskError, StofError, UnsupportedError
 from stof.integrations.torch import sdpa
 
 LENGTH, BATCH, HEADS, WIDTH = 20, 3, 4, 32
@@ -238,6 +241,73 @@ def test_optimize() -> None:
         torch.testing.assert_close(stof.optimize(encoder)(x), full)
 
 
+def test_optimized_models_keep_their_masks() -> None:
+    """In copies, inside of other modules and compiled again."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True).eval()
+    x = draw(BATCH, LENGTH, WIDTH)
+    with torch.inference_mode():
+        want = layer(x, src_mask=~SEEN)
+        optimized = stof.optimize(layer, mask=WINDOW)
+        for module in (optimized, copy.deepcopy(optimized), nn.Sequential(optimized)):
+            torch.testing.assert_close(module(x), want)
+            torch.testing.assert_close(torch.compile(module, backend="eager")(x), want)
+        again = stof.optimize(stof.optimize(layer), mask=WINDOW)
+        torch.testing.assert_close(again(x), want)
+        graphs = stof.optimize(layer, mask=WINDOW, cuda_graphs="whole")
+        for _ in range(3):
+            torch.testing.assert_close(graphs(x), want)
+    weight = layer.linear1.weight.data_ptr()
+    for wrong in (5, "nonsense("):
+        with pytest.raises(MaskError):
+            stof.optimize(layer, mask=wrong)
+    assert layer.linear1.weight.data_ptr() == weight
+
+
+def test_subclasses_of_tensors() -> None:
+    """They may compute attention themselves, and hold other values than their memory."""
+    q = draw(1, 2, LENGTH, 16)
+    lower = causal_upper_left(LENGTH, LENGTH)
+    with torch.inference_mode():
+        want = F.scaled_dot_product_attention(q, q, q, lower)
+        with stof.replace_sdpa():
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, lower), want)
+        with pytest.raises(UnsupportedError, match="is given CausalBias"), stof.replace_sdpa(WINDOW):
+            F.scaled_dot_product_attention(q, q, q, lower)
+
+
+def test_wrong_shapes_are_pytorchs_to_refuse() -> None:
+    layer = nn.MultiheadAttention(WIDTH, HEADS).eval()
+    x, y, short = draw(LENGTH, BATCH, WIDTH), draw(LENGTH, 2, WIDTH), draw(5, BATCH, WIDTH)
+    wrong: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
+        ((x, x, x), {"key_padding_mask": PADDING.T}),
+        ((x, y, y), {}),
+        ((x, x, short), {}),
+        ((x[:, 0], x[:, 0], x[:, 0]), {"key_padding_mask": PADDING}),
+        ((x, x, x), {"attn_mask": SEEN[:3]}),
+        ((x, x, x), {"is_causal": True}),
+    ]
+    for inputs, options in wrong:
+        with torch.inference_mode():
+            with stof.replace_sdpa(), pytest.raises((RuntimeError, AssertionError)) as found:
+                layer(*inputs, **options, need_weights=False)
+            assert not isinstance(found.value, StofError)
+            with pytest.raises(UnsupportedError), stof.replace_sdpa(WINDOW):
+                layer(*inputs, **options, need_weights=False)
+
+
+def test_fast_paths_of_other_threads() -> None:
+    """A block without a mask leaves them."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.inference_mode():
+        with stof.replace_sdpa():
+            assert torch.backends.mha.get_fastpath_enabled()
+        q = draw(1, 2, LENGTH, 16)
+        with stof.replace_sdpa(WINDOW):
+            assert not torch.backends.mha.get_fastpath_enabled()
+            F.scaled_dot_product_attention(q, q, q)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_gradients_are_pytorchs() -> None:
     """A checkpoint computes again outside the block, so what it saves must be PyTorch's inside as well."""
     weights = [draw(2, 2, LENGTH, 16, seed=n).requires_grad_() for n in range(3)]
@@ -246,8 +316,6 @@ def test_gradients_are_pytorchs() -> None:
         with block:
             out = checkpoint(F.scaled_dot_product_attention, *weights, use_reentrant=False).sum()
         return list(torch.autograd.grad(out, weights))
-
-    import contextlib
 
     for got, want in zip(gradients(stof.replace_sdpa()), gradients(contextlib.nullcontext()), strict=True):
         assert torch.equal(got, want)

@@ -203,7 +203,8 @@ def optimize(
         options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 
     Returns:
-        the compiled model; with `unpad` the model itself. `unpack_weights(model)` undoes the packing; attention is set
+        the compiled model, with a mask for another model than Hugging Face's in a module around it; with `unpad` the
+        model itself. `unpack_weights(model)` undoes the packing; attention is set
         back by `model.set_attn_implementation`.
 
     Raises:
@@ -241,7 +242,9 @@ def optimize(
             raise ArgumentError(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
             )
-    if mask is not None and not _is_transformers(model) and model.training:
+    # A bad mask is refused before the model is changed.
+    replaced = as_mask(mask) if mask is not None and not _is_transformers(model) else None
+    if replaced is not None and model.training:
         raise UnsupportedError(
             "a mask for a model that is not of Hugging Face needs model.eval(): see stof.replace_sdpa; to train, call "
             "stof.nn.functional.scaled_dot_product_attention in the model",
@@ -278,20 +281,23 @@ def optimize(
         compile_packed_calls(model, functools.partial(torch.compile, dynamic=True, **how))
         return model
     compiled: Any = torch.compile(model, dynamic=dynamic, **how)
-    if mask is not None and not _is_transformers(model):
-        compiled.forward = _masked(as_mask(mask), compiled.forward)
+    if replaced is not None:
+        compiled = _Masked(compiled, replaced).train(model.training)
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
 
 
-def _masked(mask: Mask, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with replace_sdpa(mask):
-            return forward(*args, **kwargs)
+class _Masked(nn.Module):
+    """A compiled model that computes its attention under a mask."""
 
-    return call
+    def __init__(self, model: nn.Module, mask: Mask) -> None:
+        super().__init__()
+        self.model, self.mask = model, mask
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with replace_sdpa(self.mask):
+            return self.model(*args, **kwargs)
 
 
 def _remove_masks(model: nn.Module) -> None:

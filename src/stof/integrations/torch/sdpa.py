@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import threading
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
@@ -25,7 +26,7 @@ __all__ = ["replace_sdpa"]
 # How `stof.attention` refuses what PyTorch may take.
 _REFUSED = (ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError)
 _BLOCKS_LOCK = threading.Lock()
-_BLOCKS = 0  # of all threads
+_BLOCKS = 0  # those with masks, of all threads
 _HAD_FAST_PATHS = True  # whether PyTorch's fast paths were enabled before the first of them
 # The arguments of `F.multi_head_attention_forward` in their order, and their defaults.
 _LAYER_DEFAULTS: dict[str, Any] = {
@@ -48,8 +49,10 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
             raise, except those of `nn.MultiheadAttention` in eager code, which are computed without the mask. With as
             many keys as queries, it raises unless query and key are one tensor.
 
-    A block serves one thread. `torch.compile` compiles calls inside and outside of blocks separately. While there is a
-    block, the fast paths of `torch.backends.mha` are disabled: they compute attention from weights.
+    A block serves one thread. `torch.compile` compiles calls inside and outside of blocks separately. TorchScript does
+    not see blocks. While there is a block with a mask, the fast paths of `torch.backends.mha` are disabled in all
+    threads: they compute layers without calling attention, give 0 at padding, and take nested tensors, which
+    `nn.MultiheadAttention` refuses without them.
 
     Raises:
         ArgumentError: a block inside another one.
@@ -82,14 +85,16 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
                 {},
             )
         self._applied = False
-        _count_blocks(1)
+        if self.mask is not None:
+            _count_blocks(1)
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Stop serving this thread."""
         super().__exit__(kind, error, trace)
-        _count_blocks(-1)
+        if self.mask is not None:
+            _count_blocks(-1)
         if kind is None and self.mask is not None and not self._applied:
             raise UnsupportedError(
                 "no attention was computed under the mask of replace_sdpa: nothing inside called "
@@ -102,11 +107,15 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
     ) -> Any:
         """Called by PyTorch in place of each of its functions; the block does not apply inside."""
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        is_attention, is_layer = func is F.scaled_dot_product_attention, func is F.multi_head_attention_forward
+        subclasses = [one.__name__ for one in types if one is not Tensor and one is not nn.Parameter]
+        if subclasses and (is_attention or is_layer):  # they may compute attention in another way
+            if self.mask is not None:
+                self._refuse(f"{func.__name__} is given {', '.join(subclasses)}")
+            return func(*args, **kwargs)
+        if is_attention:
             return self._attention(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._layer(args, kwargs)
-        return func(*args, **kwargs)
+        return self._layer(args, kwargs) if is_layer else func(*args, **kwargs)
 
     def _attention(
         self,
@@ -158,10 +167,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801
 
 
 def _count_blocks(added: int) -> None:
-    """Count the blocks; while there are any, PyTorch's layers call attention, also in code that is being compiled.
-
-    The switch is global: layers of other threads have the same results, but not the fast paths.
-    """
+    """Count the blocks with masks; while there are any, PyTorch's layers call attention, also in compiled code."""
     global _BLOCKS, _HAD_FAST_PATHS
     with _BLOCKS_LOCK:
         if _BLOCKS == 0:
@@ -177,14 +183,20 @@ def _why_not_served(call: Mapping[str, Any]) -> str:
         return "nn.MultiheadAttention returns its weights; call it with need_weights=False"
     if call["add_zero_attn"] or any(call[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
         return "nn.MultiheadAttention adds keys (add_bias_kv, add_zero_attn)"
-    if query.is_nested or key.is_nested or query.ndim not in (2, 3):
+    value, padding = call["value"], call["key_padding_mask"]
+    if query.is_nested or key.is_nested or value.is_nested or query.ndim not in (2, 3):
         return "nn.MultiheadAttention is given other tensors than [tokens, batch, width] or [tokens, width]"
-    shape, batch = (query.shape[0], key.shape[0]), query.shape[1] if query.ndim == 3 else 1
-    if attn_mask is None:
-        return "is_causal=True needs attn_mask" if call["is_causal"] else ""
-    if tuple(attn_mask.shape) not in (shape, (batch * call["num_heads"], *shape)):
-        return "the shape of attn_mask does not fit"
-    return ""
+    between = query.shape[1:-1]  # (batch,) or ()
+    shape = query.shape[0], key.shape[0]
+    heads = call["num_heads"] * math.prod(between)
+    fits = (
+        (key.shape[:-1] == value.shape[:-1] == (shape[1], *between))
+        and query.shape[-1] == call["embed_dim_to_check"]
+        and (padding is None or padding.shape == (*between, shape[1]))
+        and (attn_mask is None or tuple(attn_mask.shape) in (shape, (heads, *shape)))
+        and (attn_mask is not None or not call["is_causal"])
+    )
+    return "" if fits else "the arguments of nn.MultiheadAttention do not fit each other"
 
 
 def _layer_output(call: Mapping[str, Any], attention: Callable[..., Tensor]) -> Tensor:

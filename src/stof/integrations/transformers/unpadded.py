@@ -55,7 +55,8 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
     """
     for encoder in encoders:
         setattr(encoder, _STATE, _State(encoder, required))
-        encoder.__class__ = _unpadding_class(type(encoder))
+        kind: Any = type(encoder)
+        encoder.__class__ = _unpadding_class(kind)
 
 
 def compile_packed_calls(model: nn.Module, compiler: Callable[..., Callable[..., Any]]) -> None:
