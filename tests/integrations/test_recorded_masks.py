@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stof import masks
-from stof.errors import IsolationError, ShapeError, UnsupportedError
+from stof.errors import IsolationError, MaskError, ShapeError, UnsupportedError
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -74,10 +74,10 @@ def test_sparse_and_padding() -> None:
         seen.check(documents=(valid - 1)[[1, 0]])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_tensors(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("hidden", [None, torch.finfo(torch.float32).min, -1e9, -torch.inf])
+def test_tensors(hidden: float | None) -> None:
     keep = PACKED[None, None]
-    given = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
+    given = keep if hidden is None else torch.where(keep, 0.0, hidden)
     seen = recorded(hf.enable(models.llama()), input_ids=IDS, attention_mask=given)
     assert torch.equal(seen[0].to_dense()[0, 0], PACKED)
     seen.check(documents=DOCUMENTS, causal=True)
@@ -95,6 +95,37 @@ def test_cache() -> None:
             seen.check(causal=True, documents=torch.zeros(1, end))
             with pytest.raises(IsolationError, match=f"token {end - tokens.shape[1]} sees token 0"):
                 seen.check(documents=DOCUMENTS[:, :end])
+
+
+def test_static_caches() -> None:
+    """They have more keys than tokens."""
+    transformers = pytest.importorskip("transformers")
+    model = hf.enable(models.llama())
+    cache = transformers.StaticCache(config=model.config, max_cache_len=20)
+    with torch.inference_mode():
+        for tokens, begin in ((IDS[:, :9], 0), (IDS[:, 9:12], 9)):
+            with hf.record_masks(model) as seen:
+                model(tokens, past_key_values=cache)
+            assert seen[0].offset == begin
+            assert seen[0].shape[2:] == (tokens.shape[1], 20)
+            seen.check(causal=True)
+    with torch.inference_mode(), hf.record_masks(model) as seen:
+        mask = torch.ones(1, 1, 2, 14, dtype=torch.bool)
+        model(IDS[:, 12:], past_key_values=cache, attention_mask=torch.nn.functional.pad(mask, (0, 6)))
+    with pytest.raises(UnsupportedError, match="does not say at which keys the queries stand"):
+        seen.check(causal=True)
+
+
+def test_masks_that_change() -> None:
+    """A mask that was recorded is never another one."""
+    model, keep = hf.enable(models.bert()), torch.ones(14, dtype=torch.bool)
+    hf.sparsify(model, masks.from_function(lambda b, h, q, k: keep[k] & (q >= 0)))
+    seen = recorded(model, input_ids=IDS)
+    assert seen[0].to_dense().all()
+    keep[3:] = False
+    with pytest.raises(MaskError, match="was changed"):
+        seen[0].to_dense()
+    assert recorded(model, input_ids=IDS)[0].to_dense().sum() == 3 * 14
 
 
 def test_refused() -> None:

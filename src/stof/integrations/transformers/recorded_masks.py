@@ -17,6 +17,9 @@ from stof.integrations.transformers.sparse_mask import IGNORED
 from stof.integrations.transformers.sparsify import self_attention_layers
 from stof.masks import Mask, from_dense
 
+# Added to a score, it leaves no weight.
+_HIDDEN = -1e4
+
 
 class LayerMask(NamedTuple):
     """The mask of one call of an attention layer.
@@ -25,11 +28,13 @@ class LayerMask(NamedTuple):
         layer: the name of the layer in the model.
         mask: what its queries saw: the model's mask, and the layer's sparse one.
         shape: `(B, H, Sq, Skv)` of the call.
+        offset: the key that the first query stands at: the number of tokens in a cache; None if the call does not say.
     """
 
     layer: str
     mask: Mask
     shape: tuple[int, int, int, int]
+    offset: int | None
 
     def to_dense(self) -> Tensor:
         """Bool `[B or 1, H or 1, Sq, Skv]` on the CPU, true where a query saw a key."""
@@ -52,7 +57,7 @@ class RecordedMasks(list[LayerMask]):
 
         Args:
             mask, sparse: of the model and of the layer.
-            given: the layer's argument `attention_mask`; a float tensor hides keys by -inf or its dtype's minimum.
+            given: the layer's argument `attention_mask`; a float tensor hides keys by values below -10,000.
         """
         if layer not in self._names:  # another model's
             return
@@ -62,8 +67,15 @@ class RecordedMasks(list[LayerMask]):
         if mask.keep is not None:
             combined = combined & from_dense(mask.keep)
         if isinstance(given, Tensor) and given.is_floating_point():
-            combined = combined & from_dense(given[..., : key.shape[2]] > torch.finfo(given.dtype).min)
-        self.append(LayerMask(self._names[layer], combined, (*query.shape[:3], key.shape[2])))
+            combined = combined & from_dense(given[..., : key.shape[2]] > _HIDDEN)
+        q_len, kv_len = query.shape[2], key.shape[2]
+        offset = None
+        if q_len == kv_len:
+            offset = 0
+        elif given is mask and isinstance(mask.q_offset, int):
+            offset = mask.q_offset - mask.kv_offset
+        # Frozen: as it is now, whatever happens to tensors that it reads.
+        self.append(LayerMask(self._names[layer], combined.frozen(), (*query.shape[:3], kv_len), offset))
 
     def check(self, *, documents: Tensor | None = None, causal: bool = False) -> None:
         """Raise if a query of self-attention saw a key that it should not see.
@@ -72,13 +84,14 @@ class RecordedMasks(list[LayerMask]):
 
         Args:
             documents: int `[B, S]`, the document of each token, below 0 for padding. A document's tokens see its own
-                tokens alone; padding may see all. With a cache, S counts the tokens in it.
+                tokens alone; padding may see all. With a cache, S counts all keys in it.
             causal: no token sees a later one.
 
         Raises:
             IsolationError: names the first such layer, query and key.
             UnsupportedError: a layer with self-attention was not recorded: it was not called, or without STOF.
             ShapeError: `documents` has another shape than the calls.
+            UnsupportedError: a call with a mask tensor and more keys than queries, which does not say where those are.
         """
         missing = set(self._expected) - {one.layer for one in self}
         if missing:
@@ -90,6 +103,13 @@ class RecordedMasks(list[LayerMask]):
     @staticmethod
     def _check_layer(one: LayerMask, documents: Tensor | None, causal: bool) -> None:
         batch, _, q_len, kv_len = one.shape
+        if one.offset is None:
+            raise UnsupportedError(
+                f"{one.layer} was given a tensor for {q_len} queries and {kv_len} keys, which does not say at which keys "
+                "the queries stand",
+                {},
+            )
+        places = slice(one.offset, one.offset + q_len)
         visible = one.to_dense().any(1)  # in any head
         wrong = torch.zeros_like(visible)
         if documents is not None:
@@ -98,14 +118,14 @@ class RecordedMasks(list[LayerMask]):
                     f"documents has shape {list(documents.shape)}, {one.layer} read {[batch, kv_len]} keys"
                 )
             documents = documents.cpu()
-            of_queries = documents[:, kv_len - q_len :, None]
+            of_queries = documents[:, places, None]
             wrong = visible & (of_queries >= 0) & (of_queries != documents[:, None, :])
         if causal:
             position = torch.arange(kv_len)
-            wrong = wrong | (visible & (position > position[kv_len - q_len :, None]))
+            wrong = wrong | (visible & (position > position[places, None]))
         if wrong.any():
             row, query, key = wrong.nonzero()[0].tolist()
-            token = kv_len - q_len + query
+            token = one.offset + query
             if documents is None or documents[row, token] == documents[row, key]:
                 what = "a later token"
             elif documents[row, key] < 0:
