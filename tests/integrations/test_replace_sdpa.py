@@ -253,6 +253,9 @@ def test_optimized_models_keep_their_masks() -> None:
             torch.testing.assert_close(torch.compile(module, backend="eager")(x), want)
         again = stof.optimize(stof.optimize(layer), mask=WINDOW)
         torch.testing.assert_close(again(x), want)
+        torch.testing.assert_close(stof.optimize(again)(x), layer(x))
+        full = layer(x, src_mask=~masks.causal().to_dense(LENGTH)[0, 0])
+        torch.testing.assert_close(stof.optimize(again, mask=masks.causal())(x), full)
         graphs = stof.optimize(layer, mask=WINDOW, cuda_graphs="whole")
         for _ in range(3):
             torch.testing.assert_close(graphs(x), want)

@@ -242,6 +242,8 @@ def optimize(
             raise ArgumentError(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
             )
+    if isinstance(model, _Masked):
+        model = model.model
     # A bad mask is refused before the model is changed.
     replaced = as_mask(mask) if mask is not None and not _is_transformers(model) else None
     if replaced is not None and model.training:

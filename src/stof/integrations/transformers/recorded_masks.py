@@ -105,8 +105,8 @@ class RecordedMasks(list[LayerMask]):
         batch, _, q_len, kv_len = one.shape
         if one.offset is None:
             raise UnsupportedError(
-                f"{one.layer} was given a tensor for {q_len} queries and {kv_len} keys, which does not say at which keys "
-                "the queries stand",
+                f"{one.layer} was given a mask tensor for {q_len} queries and {kv_len} keys, which does not say at "
+                "which keys the queries stand",
                 {},
             )
         places = slice(one.offset, one.offset + q_len)
