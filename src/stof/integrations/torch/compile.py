@@ -243,7 +243,7 @@ def optimize(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
             )
     if isinstance(model, _Masked):
-        model = model.model
+        (model,) = model.given
     # A bad mask is refused before the model is changed.
     replaced = as_mask(mask) if mask is not None and not _is_transformers(model) else None
     if replaced is not None and model.training:
@@ -284,22 +284,26 @@ def optimize(
         return model
     compiled: Any = torch.compile(model, dynamic=dynamic, **how)
     if replaced is not None:
-        compiled = _Masked(compiled, replaced).train(model.training)
+        compiled = _Masked(compiled, replaced, model).eval()
     if parsed.cuda_graphs == WHOLE:
         compiled.forward = CudaGraphRunner(compiled.forward, model, folded_weights=parsed.fold)
     return cast(nn.Module, compiled)
 
 
 class _Masked(nn.Module):
-    """A compiled model that computes its attention under a mask."""
+    """A compiled model that computes its attention under a mask.
 
-    def __init__(self, model: nn.Module, mask: Mask) -> None:
+    Attributes:
+        given: the model before it was compiled, whose parameters are those of `compiled`.
+    """
+
+    def __init__(self, compiled: Any, mask: Mask, given: nn.Module) -> None:
         super().__init__()
-        self.model, self.mask = model, mask
+        self.compiled, self.mask, self.given = compiled, mask, (given,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with replace_sdpa(self.mask):
-            return self.model(*args, **kwargs)
+            return self.compiled(*args, **kwargs)
 
 
 def _remove_masks(model: nn.Module) -> None:
