@@ -88,7 +88,8 @@ def test_boundaries_of_flattened_batches(name: str, positions: bool) -> None:
     torch.testing.assert_close(_out(model, call | {"attention_mask": padded})[valid], want[valid], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
 def test_compiled_boundaries_of_flattened_batches(name: str) -> None:
     """Compiled code computes documents from boundaries, also of other numbers of sequences, and checks them."""
     torch.compiler.reset()
@@ -173,6 +174,7 @@ def test_compiled_training_reads_documents(name: str, mask: str, sparse: str | N
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, where it reads a graph's inputs
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask", ["none", "padding"])
 @pytest.mark.parametrize("build", [models.llama, models.mistral])
 def test_compiled_training_with_graph_breaks_and_checkpoints(build: Callable[[], Any], mask: str) -> None:

@@ -127,7 +127,8 @@ def test_refused() -> None:
         model(**_inputs())
 
 
-@pytest.mark.parametrize("build", [models.bert, _roberta])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("build", [_roberta, models.bert])
 def test_optimized(build: Any) -> None:
     """Encoders are compiled once for packed batches of any number of tokens, and copies run them eagerly."""
     torch.compiler.reset()

@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import operator
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -19,13 +18,14 @@ from stof.errors import ArgumentError, DeviceError, DtypeError, ShapeError, Unsu
 from stof.masks import Mask
 from stof.masks.tensors import as_mask
 from stof.nn.functional import scaled_dot_product_attention
+from stof.runtime.locks import ForkSafeLock
 from stof.runtime.private import has_function_mode
 
 __all__ = ["replace_sdpa"]
 
 # How `stof.attention` refuses what PyTorch may take.
 _REFUSED = (ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError)
-_BLOCKS_LOCK = threading.Lock()
+_BLOCKS_LOCK = ForkSafeLock()
 _BLOCKS = 0  # those with masks, of all threads
 _HAD_FAST_PATHS = True  # whether PyTorch's fast paths were enabled before the first of them
 # The arguments of `F.multi_head_attention_forward` in their order, and their defaults.
