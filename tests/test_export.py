@@ -76,7 +76,7 @@ def compare_in_another_process(program: torch.export.ExportedProgram, inputs: An
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", KEPT)
 def test_exported_programs_carry_their_mask(kind: str, strict: bool, tmp_path: Path) -> None:
@@ -108,6 +108,7 @@ class AttendingInDocuments(torch.nn.Module):
         return stof.attention(q, k, v, self.mask & masks.documents(ids)) + 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_take_ids_of_documents_as_inputs(strict: bool, tmp_path: Path) -> None:
     q, k, v = make_inputs().qkv

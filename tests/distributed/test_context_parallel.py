@@ -272,7 +272,7 @@ def check_eight(rank: int) -> None:
     ("check", "ranks"),
     [
         pytest.param(check_two, 2, id="two processes"),
-        pytest.param(check_four, 4, id="four processes"),
+        pytest.param(check_four, 4, id="four processes", marks=pytest.mark.slow),
         pytest.param(check_eight, 8, id="eight processes", marks=pytest.mark.slow),
     ],
 )

@@ -46,7 +46,7 @@ def _outputs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("build", [models.bert, models.gpt2, models.mistral, models.t5])
 def test_one_graph(build: Callable[[], Any], name: str) -> None:

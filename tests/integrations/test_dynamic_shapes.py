@@ -58,7 +58,8 @@ def pair(family: str, mask: masks.Mask, layers: int = 2, **options: Any) -> tupl
     return plain, stof.optimize(model, mask=mask, references=True, **options)
 
 
-@pytest.mark.parametrize(("family", "dynamic"), [("llama", True), ("bert", None)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("family", "dynamic"), [("bert", None), ("llama", True)])
 def test_one_compilation_for_all_sizes(family: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic=None the second size makes sizes symbolic."""
     compilations = Compilations(monkeypatch, inductor=False)

@@ -215,6 +215,7 @@ def check_quickly(rank: int) -> None:
     check_pipeline(rank)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_and_pipeline_stages_compute_as_one_process() -> None:
     run(check_quickly, 2)
 

@@ -179,6 +179,7 @@ def test_attention_dropout_is_off_in_evaluation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks tensors of a second graph for it
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [models.mistral, models.gemma2])
 def test_compiled_models_train_under_windows_by_name(build: Callable[[], Any]) -> None:
     """Each layer under its window, not under a tensor of every score, in two graphs at most."""

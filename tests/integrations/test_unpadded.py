@@ -152,6 +152,7 @@ def test_optimized(build: Any) -> None:
     assert dynamo_counters["stats"]["unique_graphs"] - graphs == seen[-1]
 
 
+@pytest.mark.slow
 def test_optimized_training() -> None:
     torch.compiler.reset()
     model = BertForSequenceClassification(

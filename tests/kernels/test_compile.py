@@ -113,7 +113,7 @@ def test_kernels_compile(version: str, family: str, tmp_path: Path) -> None:
     assert not problems, "\n".join(["", *problems])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["installed", "3.6"])
 def test_biases_are_read_16_bytes_at_once(version: str, tmp_path: Path) -> None:
     """Where rows begin at multiples of that, of 16 and 32 bits; nowhere else, where it would be an illegal address."""

@@ -152,7 +152,13 @@ LONGEST = 2**31 - 1
         ("full()", 1, LONGEST, "at least 33,554,432 tiles"),
         ("~causal()", 1, LONGEST, "at least 33,552,384 tiles"),
         # No rectangle is known to be full.
-        ("strided(1, 2, causal=False)", 1, 10**9, "may see 1,000,000,000 keys in 15,625,000 tiles"),
+        pytest.param(
+            "strided(1, 2, causal=False)",
+            1,
+            10**9,
+            "may see 1,000,000,000 keys in 15,625,000 tiles",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_held_is_refused(
