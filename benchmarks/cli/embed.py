@@ -40,17 +40,17 @@ def embed(
     plain = SentenceTransformer(str(checkpoint()), device=str(where), local_files_only=True).to(precision)
     unpadded = copy.deepcopy(plain)
     stof_hf.enable(unpadded)
-    given = passages(texts)
+    sentences = passages(texts)
 
     def calls(model: SentenceTransformer) -> dict[str, Callable[[], Tensor]]:
         def encode(part: list[str]) -> Tensor:
             embedded: Tensor = model.encode(part, batch_size=batch, convert_to_tensor=True, show_progress_bar=False)
             return embedded.float()
 
-        parts = [given[start : start + batch] for start in range(0, len(given), batch)]
+        parts = [sentences[start : start + batch] for start in range(0, len(sentences), batch)]
         return {
             "batches in the order of the texts": lambda: torch.cat([encode(part) for part in parts]),
-            "encode, which sorts by length": lambda: encode(given),
+            "encode, which sorts by length": lambda: encode(sentences),
         }
 
     table = Table(

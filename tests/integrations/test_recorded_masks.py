@@ -77,8 +77,8 @@ def test_sparse_and_padding() -> None:
 @pytest.mark.parametrize("hidden", [None, torch.finfo(torch.float32).min, -1e9, -torch.inf])
 def test_tensors(hidden: float | None) -> None:
     keep = PACKED[None, None]
-    given = keep if hidden is None else torch.where(keep, 0.0, hidden)
-    seen = recorded(hf.enable(models.llama()), input_ids=IDS, attention_mask=given)
+    mask = keep if hidden is None else torch.where(keep, 0.0, hidden)
+    seen = recorded(hf.enable(models.llama()), input_ids=IDS, attention_mask=mask)
     assert torch.equal(seen[0].to_dense()[0, 0], PACKED)
     seen.check(documents=DOCUMENTS, causal=True)
 

@@ -119,11 +119,11 @@ def test_multihead_attention(attn_mask: str, padding: str, batch_first: bool) ->
     assert calls.call_count == 2
     # With gradients PyTorch does not take its fast path, whose results for padding are 0.
     check(got, layer(x, x, x, **options)[0].detach())
-    given = options["attn_mask"]
-    if given is None or given.dtype == torch.bool:
-        options["attn_mask"] = ~SEEN if given is None else given | ~SEEN
+    layer_mask = options["attn_mask"]
+    if layer_mask is None or layer_mask.dtype == torch.bool:
+        options["attn_mask"] = ~SEEN if layer_mask is None else layer_mask | ~SEEN
     else:
-        options["attn_mask"] = torch.where(SEEN, given, -torch.inf)
+        options["attn_mask"] = torch.where(SEEN, layer_mask, -torch.inf)
     check(windowed, layer(x, x, x, **options)[0].detach())
 
 

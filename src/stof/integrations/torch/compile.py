@@ -203,9 +203,8 @@ def optimize(
         options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 
     Returns:
-        the compiled model, with a mask for another model than Hugging Face's in a module around it; with `unpad` the
-        model itself. `unpack_weights(model)` undoes the packing; attention is set
-        back by `model.set_attn_implementation`.
+        the compiled model, in a module around it where `stof.replace_sdpa` applies the mask; with `unpad` the model
+        itself. `unpack_weights(model)` undoes the packing; attention is set back by `model.set_attn_implementation`.
 
     Raises:
         UnsupportedError: the model's attention cannot be served.
@@ -224,6 +223,9 @@ def optimize(
     parsed = CompileOptions.parse(options)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimize takes a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, _Masked):
+        (model,) = model.uncompiled
+    of_transformers = _is_transformers(model)
     refused = [name for name in options if name != "cuda_graphs" or parsed.cuda_graphs == WHOLE]
     if model.training and refused:
         raise ArgumentError(
@@ -232,7 +234,7 @@ def optimize(
         )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
-    if unpad and (not attention or not _is_transformers(model) or parsed.cuda_graphs or dynamic is False):
+    if unpad and (not attention or not of_transformers or parsed.cuda_graphs or dynamic is False):
         raise ArgumentError(
             "unpad=True takes encoders of transformers, attention=True, no CUDA graphs, and not dynamic=False: each "
             "batch has another number of tokens"
@@ -242,17 +244,15 @@ def optimize(
             raise ArgumentError(
                 f"{name} is True or False{', or None' if name == 'dynamic' else ''}, got {shown(value)}"
             )
-    if isinstance(model, _Masked):
-        (model,) = model.given
     # A bad mask is refused before the model is changed.
-    replaced = as_mask(mask) if mask is not None and not _is_transformers(model) else None
+    replaced = as_mask(mask) if mask is not None and not of_transformers else None
     if replaced is not None and model.training:
         raise UnsupportedError(
             "a mask for a model that is not of Hugging Face needs model.eval(): see stof.replace_sdpa; to train, call "
             "stof.nn.functional.scaled_dot_product_attention in the model",
             {},
         )
-    if attention and _is_transformers(model):
+    if attention and of_transformers:
         from stof.integrations import transformers as hf
 
         if mask is not None:
@@ -265,7 +265,7 @@ def optimize(
             setattr(model, _MASKS, hf.sparsify(model, dict(enumerate(per_layer))))
     else:
         _remove_masks(model)
-    if _is_transformers(model):
+    if of_transformers:
         from stof.integrations.transformers.packed_calls import will_be_captured
 
         will_be_captured(model, parsed.cuda_graphs == WHOLE)
@@ -294,12 +294,12 @@ class _Masked(nn.Module):
     """A compiled model that computes its attention under a mask.
 
     Attributes:
-        given: the model before it was compiled, whose parameters are those of `compiled`.
+        uncompiled: the model that was compiled, in a tuple, so that its parameters are listed once.
     """
 
-    def __init__(self, compiled: Any, mask: Mask, given: nn.Module) -> None:
+    def __init__(self, compiled: Any, mask: Mask, uncompiled: nn.Module) -> None:
         super().__init__()
-        self.compiled, self.mask, self.given = compiled, mask, (given,)
+        self.compiled, self.mask, self.uncompiled = compiled, mask, (uncompiled,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with replace_sdpa(self.mask):

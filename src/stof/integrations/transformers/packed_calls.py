@@ -263,9 +263,9 @@ def _mask_of_boundaries(takes_mask: bool, arguments: dict[str, Any], tracing: bo
             {},
         )
     if in_graph:
-        # Literal messages, as Dynamo asks of the assertions that it moves into graphs.
-        assert (ends == kv_ends).all(), "cu_seq_lens_q and cu_seq_lens_k differ"
-        assert (ends[0] == 0) & (ends[-1] == width) & (ends.diff() >= 0).all(), "cu_seq_lens_q are not boundaries"
+        torch._assert_async((ends == kv_ends).all(), "cu_seq_lens_q and cu_seq_lens_k differ")
+        is_boundaries = (ends[0] == 0) & (ends[-1] == width) & (ends.diff() >= 0).all()
+        torch._assert_async(is_boundaries, "cu_seq_lens_q are not boundaries")
         ids = torch.bucketize(torch.arange(width, device=ends.device, dtype=ends.dtype), ends, right=True)[None] - 1
         ids = ids if valid is None else torch.where(valid.to(ids.device, torch.bool), ids, -1)
         return ModelMask(documents(ids), (1, 1, width, width), includes_model_mask=False)

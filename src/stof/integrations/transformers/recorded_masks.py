@@ -51,13 +51,13 @@ class RecordedMasks(list[LayerMask]):
         self._expected = [layer.name for layer in self_attention_layers(model)]
 
     def add(
-        self, layer: nn.Module, mask: ModelMask, sparse: Mask | None, given: Any, query: Tensor, key: Tensor
+        self, layer: nn.Module, mask: ModelMask, sparse: Mask | None, attention_mask: Any, query: Tensor, key: Tensor
     ) -> None:
         """Record a call of a layer of the model.
 
         Args:
             mask, sparse: of the model and of the layer.
-            given: the layer's argument `attention_mask`; a float tensor hides keys by values below -10,000.
+            attention_mask: the layer's argument; a float tensor hides keys by values of -10,000 and less.
         """
         if layer not in self._names:  # another model's
             return
@@ -66,13 +66,13 @@ class RecordedMasks(list[LayerMask]):
         combined = mask_of(mask.narrowed(None if sparse is None else mask.in_sequences(sparse, query.device)))
         if mask.keep is not None:
             combined = combined & from_dense(mask.keep)
-        if isinstance(given, Tensor) and given.is_floating_point():
-            combined = combined & from_dense(given[..., : key.shape[2]] > _HIDDEN)
+        if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+            combined = combined & from_dense(attention_mask[..., : key.shape[2]] > _HIDDEN)
         q_len, kv_len = query.shape[2], key.shape[2]
         offset = None
         if q_len == kv_len:
             offset = 0
-        elif given is mask and isinstance(mask.q_offset, int):
+        elif attention_mask is mask and isinstance(mask.q_offset, int):
             offset = mask.q_offset - mask.kv_offset
         # Frozen: as it is now, whatever happens to tensors that it reads.
         self.append(LayerMask(self._names[layer], combined.frozen(), (*query.shape[:3], kv_len), offset))
