@@ -40,8 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 TRAINED = ("llama", "gemma3")
 # Ways to train, and to infer, and those of GPUs alone.
 _TRAINING_WAYS = ("stof", "flex", "sdpa")
-_INFERENCE_WAYS = ("stof", "stof-unpad", "stof-whole", "sdpa", "sdpa-reduce-overhead")
-_GPU_WAYS = ("flex", "stof-whole", "sdpa-reduce-overhead")
+_INFERENCE_WAYS = ("stof", "stof-unpad", "stof-unpad-whole", "stof-whole", "sdpa", "sdpa-reduce-overhead")
+_GPU_WAYS = ("flex", "stof-unpad-whole", "stof-whole", "sdpa-reduce-overhead")
 # The least cosines of all gradients, and of each token's output, to those in float32.
 _GRADIENTS, _TOKEN = 0.98, 0.99
 
@@ -133,6 +133,8 @@ def _changed(exact: Any, way: str, dtype: torch.dtype) -> Any:
         return torch.compile(model, mode="reduce-overhead", dynamic=False)
     elif way == "stof-whole":
         return stof.optimize(model, dynamic=False, cuda_graphs="whole")
+    elif way == "stof-unpad-whole":
+        return stof.optimize(model, unpad=True, cuda_graphs="whole")
     return model
 
 

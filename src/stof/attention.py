@@ -37,6 +37,7 @@ from stof.operators import (
 )
 from stof.plans.make import cached_plan, make_plan
 from stof.plans.plan import Plan
+from stof.plans.replaced_masks import replaced_mask
 from stof.runtime.private import break_graph, has_values, is_exporting, is_plain, is_traced
 from stof.runtime.recomputation import saved_in_forward
 from stof.selection import Explanation
@@ -241,6 +242,8 @@ def _bound_call(
     scale_tuple: tuple[Tensor, ...] = tuple(scales) if isinstance(scales, (tuple, list)) else ()
     # Scales that are not a tuple or list are never stored: the checks refuse them.
     if dropout_p != 0.0 or (scales is not None and not scale_tuple) or not is_plain(q, k, v, bias, sinks, *scale_tuple):
+        return None
+    if replaced_mask() is not None:
         return None
     if isinstance(mask_or_plan, Plan):
         plan: Plan | None = mask_or_plan

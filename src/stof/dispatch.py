@@ -18,6 +18,7 @@ from stof.kernels.tma_bias import may_be_tma_readable, tma_readable, unbroadcast
 from stof.plans.backward import gradients_of
 from stof.plans.make import cached_plan, make_sized_plan
 from stof.plans.plan import Plan
+from stof.plans.replaced_masks import replaced_mask
 from stof.runtime.memory import made_for_calls, refuse_values
 from stof.runtime.private import past_modes
 from stof.selection import IMPLEMENTATIONS, CallSpec, refusals
@@ -43,6 +44,8 @@ def plan_of(mask_or_plan: Any, q: Tensor, k: Tensor) -> Plan:
     """Return the plan of a call: the given one if it fits, else the mask's from the cache, made if it is missing."""
     if isinstance(mask_or_plan, Tensor):
         refuse_values(q.device, also_own=True)
+    if (replaced := replaced_mask()) is not None:
+        return replaced.plan_of(mask_or_plan if isinstance(mask_or_plan, Plan) else mask_of(mask_or_plan), q, k)
     if not isinstance(mask_or_plan, Plan):
         mask = mask_of(mask_or_plan)
         return cached_plan(mask, q, k) or make_sized_plan(

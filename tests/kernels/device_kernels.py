@@ -89,15 +89,15 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
             yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *counted], {}
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width, False]
-                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 17, *constants], {}
+                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
         counted, written = layouts._TOGETHER if is_program else layouts._READ, layouts._WRITTEN[is_program]
         for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *sizes, counted, True], {}
-            yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 17, *sizes, written, 1, True], {}
+            yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *sizes, written, 1, True], {}
     yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {"num_warps": tiles.SEARCHERS}
     yield write_items, [ints, ints, i, i], {}
-    yield write_work, [*[ints] * 6, *[i] * 8], {}
+    yield write_work, [*[ints] * 6, *[i] * 7], {}
     for queries in (64, 128):
         yield count_additions, [*[ints] * 4, *[i] * 6, queries], {}
         yield order_tiles, [*[ints] * 7, "*i8", ints, *[i] * 6, queries], {}

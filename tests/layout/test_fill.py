@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -231,3 +233,49 @@ def test_backward_items(number: int) -> None:
     assert not items[:, [ITEM.chunk, ITEM.slot]].any()
     tiles = lists.row_block_ptr.cpu().diff().view(-1, lists.row_blocks).amax(0)
     assert (tiles[items[:, ITEM.row_block].long()].diff() <= 0).all()
+
+
+@pytest.mark.parametrize("every_column", [False, True])
+def test_lists_with_room_for_all_tiles_are_written_again(every_column: bool) -> None:
+    """As for the replays of a CUDA graph: other masks, in the same memory, with nothing left of the one before."""
+    q_len, tile, lists = 300, (64, 64), None
+    every = [documents(100, 3, 197), documents(300), documents(*[1] * 300), documents(299, 1)]
+    for mask in [*every, *(mask & masks.sliding_window(9) for mask in every)]:
+        fill = started(mask, q_len, q_len, tile)
+        assert fill is not None
+        most = fill.most()
+        assert most is not None
+        if lists is None:
+            lists = fill.write(*most, every_column=every_column)
+        else:
+            fill.write_again(lists)
+        counts = fill.counts()
+        assert counts is not None
+        assert len(lists.columns) == most[0] + 3
+        tiles = dataclasses.replace(
+            lists, columns=lists.columns[: counts[0] + 3], tile_bitmap=lists.tile_bitmap[: counts[0] + 3],
+            bitmaps=lists.bitmaps[: counts[1] + 2], tiles=counts[0],
+        )  # fmt: skip
+        seen = torch.ones(1, q_len, dtype=torch.bool)
+        assert torch.equal(kept_by(tiles, q_len, q_len, tile, seen), dense(mask, q_len, q_len))
+
+
+def test_work_lists_are_written_again() -> None:
+    changing = None
+    for mask in (documents(100, 3, 197), documents(300), documents(40, 260)):
+        fill = started(mask, 300, 300, (64, 64))
+        assert fill is not None
+        most = fill.most()
+        assert most is not None
+        if changing is None:
+            tiles = fill.write(*most, every_column=False)
+            prepared = prepare_filled(tiles, (300, 300), 64, KernelConfig(), changing=True)
+            changing = prepared.lists
+            assert isinstance(changing, FilledTileLists)
+            work = changing.work_list(1, 3, 2)
+        else:
+            fill.write_again(tiles)
+            changing.write_work_lists()
+        expected, _ = work_of(mask, 300, 300, 1, 3, 2)
+        # Row blocks of equal length may be listed in any order: tiles and bitmaps are the same.
+        assert torch.equal(work.cpu(), expected)

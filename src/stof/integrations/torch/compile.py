@@ -198,7 +198,8 @@ def optimize(
         pack: pack the weights of query, key and value and of gate and up projection (`passes.weight_packing`), except
             in training mode.
         unpad: leave padding out of the batches of encoders of Hugging Face (`hf.enable(model, unpad=True)`). The
-            encoders alone are compiled, for any number of tokens. Not with CUDA graphs.
+            encoders alone are compiled, for any number of tokens. With `cuda_graphs="whole"` they compute on some
+            padding: the number of tokens is rounded up to a multiple of 64 and of a sixteenth of the next power of two.
         dynamic: as in `torch.compile`.
         options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 
@@ -234,10 +235,10 @@ def optimize(
         )
     if mask is not None and not attention:
         raise ArgumentError("a mask needs stof's attention; leave attention=True")
-    if unpad and (not attention or not of_transformers or parsed.cuda_graphs or dynamic is False):
+    if unpad and (not attention or not of_transformers or parsed.cuda_graphs is True or dynamic is False):
         raise ArgumentError(
-            "unpad=True takes encoders of transformers, attention=True, no CUDA graphs, and not dynamic=False: each "
-            "batch has another number of tokens"
+            'unpad=True takes encoders of transformers, attention=True, cuda_graphs="whole" or False, and not '
+            "dynamic=False: each batch has another number of tokens"
         )
     for name, value in (("attention", attention), ("pack", pack), ("unpad", unpad), ("dynamic", dynamic)):
         if not isinstance(value, bool) and (name != "dynamic" or value is not None):
@@ -280,7 +281,8 @@ def optimize(
     if unpad:
         from stof.integrations.transformers.unpadded import compile_packed_calls
 
-        compile_packed_calls(model, functools.partial(torch.compile, dynamic=True, **how))
+        compiler = functools.partial(torch.compile, dynamic=True, **how)
+        compile_packed_calls(model, compiler, cuda_graphs=parsed.cuda_graphs == WHOLE)
         return model
     compiled: Any = torch.compile(model, dynamic=dynamic, **how)
     if replaced is not None:

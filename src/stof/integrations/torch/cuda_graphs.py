@@ -12,12 +12,16 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stof.integrations.torch.module_state import Attributes, Weights
+from stof.masks import Mask
+from stof.plans.replaced_masks import ReplacedMask, replacing
 from stof.plans.used_masks import UsedMask, noting_masks
 from stof.runtime.autocast import no_autocast_cache
 from stof.runtime.locks import ForkSafeLock
@@ -30,7 +34,8 @@ MOST_RECORDED = 32
 
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.device)
 
-Replay = Callable[[Sequence[Tensor]], Any]
+# With the tensors of a call, and what to run before the graph on its stream, if anything.
+Replay = Callable[..., Any]
 Recorder = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Replay]
 
 
@@ -74,26 +79,40 @@ class CudaGraphRunner:
         self._failed: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
         self._masks: dict[Hashable, list[UsedMask]] = {}
+        self._replaced: dict[Hashable, ReplacedMask] = {}
         self._lock = ForkSafeLock(reentrant=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""
+        return self._run(None, args, kwargs)
+
+    def under(self, mask: Mask, **kwargs: Any) -> Any:
+        """The result of `call(mask=mask, **kwargs)`, whose attention is under documents that differ from call to call.
+
+        Each replay fills the lists of the mask. A recording serves masks made of `mask` by `&`; see `replaced_masks`.
+        """
+        return self._run(mask, (), kwargs)
+
+    def _run(self, mask: Mask | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key, tensors = signature(args, kwargs, self._device_type)
+        call = self._call if mask is None else partial(self._call, mask=mask)
         if key is None or self._module.training or torch.compiler.is_compiling() or _capturing(tensors[0]):
-            return self._call(*args, **kwargs)
+            return call(*args, **kwargs)
         with self._lock:
-            replay = self._recorded.get(key)
+            replay, replaced = self._recorded.get(key), self._replaced.get(key)
+            fill = () if replaced is None or mask is None else (partial(replaced.fill, mask),)
             # The replay starts before the comparison, so that the host compares weights while the GPU computes.
-            out = replay(tensors) if replay is not None else None
+            out = replay(tensors, *fill) if replay is not None else None
             if self._changed(key):
                 self._forget()
             elif replay is not None:
                 self._recorded.move_to_end(key)
-                return out
-            elif key in self._seen and (replay := self._second(key, args, kwargs)) is not None:
+                if replaced is None or replaced.holds_mask():
+                    return out
+            elif key in self._seen and (replay := self._second(key, call, mask, args, kwargs)) is not None:
                 return replay(tensors)
         versions = self._weights.versions()
-        out = self._call(*args, **kwargs)
+        out = call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
             if len(self._seen) >= 8 * MOST_RECORDED:  # some argument differs in every call
                 self._seen.clear()
@@ -105,19 +124,26 @@ class CudaGraphRunner:
         weights, attributes = self._weights.changed(), self._attributes.changed()
         return weights or attributes or any(mask.frozen() != then for mask, then in self._masks.get(key, ()))
 
-    def _second(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
+    def _second(
+        self, key: Hashable, call: Callable[..., Any], mask: Mask | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Replay | None:
         """A new recording; None, for good, if there cannot be one."""
         self._seen.discard(key)
         if len(self._recorded) >= MOST_RECORDED:
-            self._masks.pop(self._recorded.popitem(last=False)[0], None)
+            oldest, _ = self._recorded.popitem(last=False)
+            self._masks.pop(oldest, None)
+            self._replaced.pop(oldest, None)
         try:
-            with no_autocast_cache(), noting_masks() as masks:
-                self._recorded[key] = self._recorder(self._call, args, kwargs)
+            changing = nullcontext() if mask is None else replacing(mask)
+            with no_autocast_cache(), noting_masks() as masks, changing as replaced:
+                self._recorded[key] = self._recorder(call, args, kwargs)
             self._masks[key] = masks
+            if replaced is not None:
+                self._replaced[key] = replaced
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
-            warnings.warn(reason, RuntimeWarning, stacklevel=4)
+            warnings.warn(reason, RuntimeWarning, stacklevel=5)
             return None
         return self._recorded[key]
 
@@ -126,6 +152,7 @@ class CudaGraphRunner:
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
         self._masks.clear()
+        self._replaced.clear()
         self._seen.clear()
         self._failed.clear()
 
@@ -187,14 +214,14 @@ class Recording:
             if isinstance(leaf, Tensor) and leaf.device != self._device:
                 raise RuntimeError(f"it returns a tensor on {leaf.device}")
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor], prepare: Callable[[], object] | None = None) -> Any:
         # Host time before the replay is GPU idle time: set the device only if it is another.
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self._replayed(tensors)
-        return self._replayed(tensors)
+                return self._replayed(tensors, prepare)
+        return self._replayed(tensors, prepare)
 
-    def _replayed(self, tensors: Sequence[Tensor]) -> Any:
+    def _replayed(self, tensors: Sequence[Tensor], prepare: Callable[[], object] | None) -> Any:
         index, last = self._device.index, self._recorder.last
         now = index, raw_stream(index)
         if last is None or now != (last.device_index, last.cuda_stream):
@@ -205,6 +232,8 @@ class Recording:
         if now[1] not in self._streams:
             record_streams(self._inputs, self._device, self._streams)
         _copy_in(self._inputs, tensors)
+        if prepare is not None:
+            prepare()
         self._graph.replay()
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stof.errors import StofError, UnsupportedError
+from stof.integrations.torch.cuda_graphs import CudaGraphRunner
+from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import before_forward
 from stof.integrations.transformers.packing import PackedBatch, pack
 from stof.integrations.transformers.sparsify import self_attention_layers
+from stof.masks import Mask
 
 _log = logging.getLogger(__name__)
 _STATE = "_stof_unpadding"
@@ -59,12 +62,20 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
         encoder.__class__ = _unpadding_class(kind)
 
 
-def compile_packed_calls(model: nn.Module, compiler: Callable[..., Callable[..., Any]]) -> None:
-    """Compile the encoders that leave out padding; batches are packed and unpacked outside of compiled code."""
+def compile_packed_calls(
+    model: nn.Module, compiler: Callable[..., Callable[..., Any]], *, cuda_graphs: bool = False
+) -> None:
+    """Compile the encoders that leave out padding; batches are packed and unpacked outside of compiled code.
+
+    Args:
+        model: whose encoders `unpad_calls` was called with.
+        compiler: compiles a function.
+        cuda_graphs: record the compiled calls as CUDA graphs, for numbers of tokens rounded up by `_graph_tokens`.
+    """
     for part in model.modules():
         state: _State | None = vars(part).get(_STATE)
         if state is not None:
-            state.compiler = compiler
+            state.compiler, state.cuda_graphs, state.compiled, state.runner = compiler, cuda_graphs, None, None
 
 
 def undo_unpad_calls(model: nn.Module) -> None:
@@ -91,6 +102,8 @@ class _State:
         pooled: names of outputs that are known to be the pooler's.
         compiler: compiles the model's `forward`; None to run it as it is. Copies have none.
         compiled: what it made, for packed batches.
+        cuda_graphs: whether to record calls of `compiled`.
+        runner: the encoder whose calls are recorded, and what records them.
     """
 
     def __init__(self, encoder: Any, required: bool) -> None:
@@ -100,9 +113,32 @@ class _State:
         self.pooled: set[object] = set()
         self.compiler: Callable[..., Callable[..., Any]] | None = None
         self.compiled: Callable[..., Any] | None = None
+        self.cuda_graphs = False
+        self.runner: tuple[Any, CudaGraphRunner] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"compiler": None, "compiled": None}
+        return vars(self) | {"compiler": None, "compiled": None, "cuda_graphs": False, "runner": None}
+
+    def compiled_call(self, encoder: Any, arguments: dict[str, Any]) -> Any:
+        """The output of an encoder, which a shallow copy may share this state with, by compiled code."""
+        assert self.compiler is not None
+        if self.compiled is None:
+            # The function of the class, because shallow copies of the model have the same state.
+            self.compiled = self.compiler(encoder._stof_unpadded_class.forward)
+        if self.cuda_graphs and self.runner is None:
+            self.runner = encoder, CudaGraphRunner(functools.partial(_masked_call, self.compiled, encoder), encoder)
+        if self.runner is None or self.runner[0] is not encoder:
+            return self.compiled(encoder, **arguments)
+        given: ModelMask = arguments.pop("attention_mask")
+        assert isinstance(given.mask, Mask)
+        return self.runner[1].under(given.mask, **arguments)
+
+
+def _masked_call(forward: Callable[..., Any], encoder: Any, *, mask: Mask, **arguments: Any) -> Any:
+    """The output of an encoder that keeps packed sequences apart, for a batch in one row."""
+    width = arguments["input_ids"].shape[1]
+    given = ModelMask(mask, (1, 1, width, width), includes_model_mask=False, checked=True)
+    return forward(encoder, attention_mask=given, **arguments)
 
 
 @functools.cache
@@ -145,11 +181,9 @@ class _Unpadding:
             changed = before_forward(self, (), {**options, **batch.model_inputs()})  # type: ignore[arg-type]
             if changed is None:  # it has another attention implementation by now
                 return padded(*args, **kwargs)
-            if state.compiler is not None and state.compiled is None:
-                # The function of the class, because shallow copies of the model have the same state.
-                state.compiled = state.compiler(self._stof_unpadded_class.forward)
-            run = padded if state.compiled is None else functools.partial(state.compiled, self)
-            return _unpacked_output(self, state, batch, run(**changed[1]))
+            arguments = changed[1]
+            out = padded(**arguments) if state.compiler is None else state.compiled_call(self, arguments)
+            return _unpacked_output(self, state, batch, out)
         except StofError as error:
             if state.required:
                 raise
@@ -174,20 +208,33 @@ def _packed(
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
     is_token = mask != 0
-    usual = has_right_padding(is_token) & (mask <= 1).all()
+    # Calls without padding are compiled as well.
+    usual = begins_with_tokens(is_token) if state.compiler is not None else has_right_padding(is_token)
+    usual &= (mask <= 1).all()
     if state.padding is not None:
         usual &= ~(is_token & (ids == state.padding)).any()
     if not usual:
         return None
     first_position = 0 if state.padding is None else state.padding + 1
     per_token: dict[str, Any] = tensors
-    return pack(ids, is_token.long(), first_position=first_position, **per_token), options
+    batch = pack(ids, is_token.long(), first_position=first_position, **per_token)
+    return batch.widened(_graph_tokens(batch.tokens)) if state.cuda_graphs else batch, options
+
+
+def _graph_tokens(tokens: int) -> int:
+    """A number of tokens, rounded up to a multiple of 64 and of a sixteenth of the next power of two."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def has_right_padding(is_token: Tensor) -> Tensor:
     """Whether there is padding, on the right alone, and a token in each row: bool without dimensions."""
-    decreasing = (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
-    return decreasing & ~is_token.all()
+    return begins_with_tokens(is_token) & ~is_token.all()
+
+
+def begins_with_tokens(is_token: Tensor) -> Tensor:
+    """Whether each row has a token, and no padding before one: bool without dimensions."""
+    return (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
 
 
 def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:

@@ -18,16 +18,14 @@ _PARTS, _PATTERN, _BITMAP = tl.constexpr(WORK.parts), tl.constexpr(WORK.pattern)
 _WORK_COUNT, _COLUMNS, _SIZE = tl.constexpr(WORK.work_count), tl.constexpr(WORK.columns), tl.constexpr(WORK_SIZE)
 
 
-@triton.jit(
-    do_not_specialize=["row_blocks", "patterns", "mask_batch", "mask_heads", "batch", "heads", "heads_at_once", "tiles"]
-)
+@triton.jit(do_not_specialize=["row_blocks", "patterns", "mask_batch", "mask_heads", "batch", "heads", "heads_at_once"])
 @no_type_check
 def write_work(
     pattern_of_ptr,  # [mask_batch, mask_heads] int32
     pointers_ptr,  # [P * R + 1] int32
     partial_count_ptr,  # [P * R] int32
-    columns_ptr,  # [T + 3] int32
-    tile_bitmap_ptr,  # [T + 3] int32
+    columns_ptr,  # [T + 3 or more] int32
+    tile_bitmap_ptr,  # [T + 3 or more] int32
     work_ptr,  # [B * H * R + 1, WORK_SIZE] int32, see `tile_scheduler.WorkFields`
     row_blocks,
     patterns,
@@ -36,7 +34,6 @@ def write_work(
     batch,
     heads,
     heads_at_once,
-    tiles,
 ):
     """Write the work tiles of a row block for every (batch entry, head) pair of its pattern.
 
@@ -55,6 +52,7 @@ def write_work(
     begin = tl.load(pointers_ptr + pid)
     end = tl.load(pointers_ptr + pid + 1)
     # A row block without tiles has the one past the end.
+    tiles = tl.load(pointers_ptr + patterns * row_blocks)
     empty = begin == end
     begin = tl.where(empty, tiles, begin)
     end = tl.where(empty, tiles + 1, end)

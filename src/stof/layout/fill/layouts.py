@@ -100,6 +100,7 @@ class LayoutFill(TileFill):
     def layout(self, tiles: int, distinct: int, rows: tuple[Tensor, Tensor, Tensor], config: LayoutConfig) -> Layout:
         """The layout of so many tiles and bitmaps; `rows` are of `row_tensors`."""
         shapes = (tiles,), (tiles,), (distinct, config.block_m, words(config.block_n))
-        base, tile_bitmap, bitmaps = self._write(self._source, rows, shapes, tiles, 1)
+        base, tile_bitmap, bitmaps = of_tiles = self._empty(shapes)
+        self._write(self._source, rows, of_tiles, 1)
         q_len, kv_len = self._sized[1:3]
         return Layout(q_len, kv_len, config, *rows, base, base.new_empty(0, 1), tile_bitmap, bitmaps)

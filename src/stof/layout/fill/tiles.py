@@ -43,14 +43,14 @@ class FilledTiles:
         pattern_of: int32 `[mask_batch, mask_heads]`.
         row_block_ptr: int32 `[P * R + 1]`, tiles of row block n are `ptr[n] : ptr[n + 1]`, partial ones first.
         partial_count: int32 `[P * R]`.
-        columns: int32 `[T + 3, width]`. Of width 1: the first column of each tile, which may be below 0. Else every
-            column; those that no query of the pattern sees are replaced by the last one that some query sees.
-        tile_bitmap: int32 `[T + 3]`, row of `bitmaps`.
+        columns: int32 `[T + 3 or more, width]`. Of width 1: the first column of each tile, which may be below 0. Else
+            every column; those that no query of the pattern sees are replaced by the last one that some query sees.
+        tile_bitmap: int32 `[T + 3 or more]`, row of `bitmaps`.
         bitmaps: int32 `[n, block_m, 4]`: nothing, `EVERYTHING`, those of partial tiles; bit `2 j + b` of word `q` is
             column `8 j + 2 q + b`.
         state: int32, see `count_kernels.state_pointers`: codes of all tiles, and where partial tiles begin.
         seen_words: an argument of `state_pointers`; there are no slots.
-        tiles: T.
+        tiles: T, or how many there is room for.
         row_blocks: R.
     """
 
@@ -153,8 +153,15 @@ class TileFill:
         """
         self._mailbox.wait(_RESULTS, self._device)
         tiles, partial, later_seen = (number - 1 for number in self._mailbox.read(_RESULTS))
-        too_many = (partial + 2) * self._block_m * 4 >= MOST_WORDS or tiles * self._block_n >= _MOST_COLUMNS
-        return None if later_seen or too_many else (tiles, partial)
+        return None if later_seen or self._too_many(tiles, partial) else (tiles, partial)
+
+    def most(self) -> tuple[int, int] | None:
+        """As `counts`, without a wait: the numbers of tiles if every tile is partial."""
+        tiles = self._blocks * self._columns
+        return None if self._too_many(tiles, tiles) else (tiles, tiles)
+
+    def _too_many(self, tiles: int, partial: int) -> bool:
+        return (partial + 2) * self._block_m * 4 >= MOST_WORDS or tiles * self._block_n >= _MOST_COLUMNS
 
     def of_row_blocks(self) -> Tensor:
         """Partial and full tiles of every row block, int32 `[2, P, R]` on the CPU; waits for the device."""
@@ -164,16 +171,25 @@ class TileFill:
         """Write the lists.
 
         Args:
-            tiles, partial: of `counts`.
+            tiles, partial: of `counts` or `most`.
             every_column: whether `FilledTiles.columns` lists every column of a tile.
         """
         width = self._block_n if every_column else 1
         shapes = (tiles + SPARE_TILES, width), (tiles + SPARE_TILES,), (partial + 2, self._block_m, 4)
-        # Tiles that are moved to the seen keys may begin at any column.
         rows = self.row_tensors()
-        columns, tile_bitmap, bitmaps = self._write(self._source.in_bytes(), rows, shapes, tiles, width)
+        columns, tile_bitmap, bitmaps = self._empty(shapes)
         seen_words, _ = self._table
-        return FilledTiles(*rows, columns, tile_bitmap, bitmaps, self._state, seen_words, tiles, self._row_blocks)
+        lists = FilledTiles(*rows, columns, tile_bitmap, bitmaps, self._state, seen_words, tiles, self._row_blocks)
+        self.write_again(lists)
+        return lists
+
+    def write_again(self, lists: FilledTiles) -> None:
+        """Write into lists that another mask of one pattern, or this fill, made with room for the tiles."""
+        rows = (lists.pattern_of, lists.row_block_ptr, lists.partial_count)
+        # Tiles that are moved to the seen keys may begin at any column.
+        self._write(
+            self._source.in_bytes(), rows, (lists.columns, lists.tile_bitmap, lists.bitmaps), lists.columns.shape[1]
+        )
 
     def row_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """`pattern_of`, `row_block_ptr` and `partial_count`, for the kernel to write."""
@@ -184,24 +200,23 @@ class TileFill:
         numbers = torch.tensor(self._which, dtype=torch.int32, device="cpu").view(self._sizes)
         return numbers.to(self._device, non_blocking=True), row_block_ptr, partial_count
 
-    def _write(
-        self, source: Source, rows: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], tiles: int, width: int
-    ) -> tuple[Tensor, ...]:
-        """Write `rows`, which are of `row_tensors`, and new tensors of tiles with these shapes, which are returned."""
+    def _empty(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=torch.int32, device=self._device) for shape in shapes)
+
+    def _write(self, source: Source, rows: tuple[Tensor, ...], of_tiles: tuple[Tensor, ...], width: int) -> None:
+        """Write `rows`, which are of `row_tensors`, and the columns, bitmap numbers and bitmaps of tiles."""
         from stof.layout.fill import write_kernels
         from stof.runtime.launch import launch
 
-        device, group = self._device, self._written_together
-        of_tiles = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+        group = self._written_together
         groups = -(-self._columns // group)
         at_once = source.rows_at_once(self._block_m, self._block_n)
         launch(
             write_kernels.write_tiles, self._blocks * groups + 1,
             (self._state if source.dense is None else source.dense, self._state, *rows, *of_tiles),
-            (*source.strides, *self._sized, groups, *self._table, tiles, rows[0].numel()),
-            (source.kind, self._block_m, self._block_n, at_once, group, width, self._as_layout), device=device,
+            (*source.strides, *self._sized, groups, *self._table, rows[0].numel()),
+            (source.kind, self._block_m, self._block_n, at_once, group, width, self._as_layout), device=self._device,
         )  # fmt: skip
-        return of_tiles
 
 
 def start_fill(

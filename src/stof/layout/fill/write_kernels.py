@@ -26,7 +26,7 @@ def _store_bitmap(bitmap_ptr, words, row, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
         tl.store(bitmap_ptr + row * 4 + q, tl.sum(packed << place, 1), mask=row < BLOCK_M)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words", "slots", "tiles", "entries"])
+@triton.jit(do_not_specialize=[*SIZES, "groups", "seen_words", "slots", "entries"])
 @no_type_check
 def write_tiles(
     source_ptr,  # as for `count_tiles`; a bool tensor as bytes
@@ -34,9 +34,9 @@ def write_tiles(
     pattern_of_ptr,  # [B, H] int32, written where there is one pattern
     pointers_ptr,  # [P * R + 1] int32
     partial_count_ptr,  # [P * R] int32
-    columns_ptr,  # [T + 3, WIDTH] int32, from the first of each tile on; of a layout [T]
-    tile_bitmap_ptr,  # [T + 3] int32; of a layout [T]
-    bitmaps_ptr,  # [partial tiles + 2, BLOCK_M, 4] int32; of a layout [U, BLOCK_M, words]
+    columns_ptr,  # [T + 3 or more, WIDTH] int32, from the first of each tile on; of a layout [T]
+    tile_bitmap_ptr,  # [T + 3 or more] int32; of a layout [T]
+    bitmaps_ptr,  # [partial tiles + 2 or more, BLOCK_M, 4] int32; of a layout [U, BLOCK_M, words]
     stride_b,
     stride_h,
     stride_q,
@@ -52,7 +52,6 @@ def write_tiles(
     groups,
     seen_words,
     slots,
-    tiles,  # T
     entries,  # B * H
     SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -76,7 +75,7 @@ def write_tiles(
     if pid == blocks * groups:
         _write_rest(
             count_ptr, begin_ptr, pattern_of_ptr, pointers_ptr, partial_count_ptr, columns_ptr, tile_bitmap_ptr,
-            bitmaps_ptr, blocks, patterns, kv_len, tiles, entries, BLOCK_M, WIDTH, LAYOUT,
+            bitmaps_ptr, blocks, patterns, kv_len, entries, BLOCK_M, WIDTH, LAYOUT,
         )  # fmt: skip
         return
     block = pid // groups
@@ -156,7 +155,7 @@ def write_tiles(
 @no_type_check
 def _write_rest(
     count_ptr, begin_ptr, pattern_of_ptr, pointers_ptr, partial_count_ptr, columns_ptr, tile_bitmap_ptr, bitmaps_ptr,
-    blocks, patterns, kv_len, tiles, entries, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr,
+    blocks, patterns, kv_len, entries, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Write what is not of one group: pointers; of lists, also the tiles past the end and bitmaps of every mask."""
     for first in range(0, blocks, CHUNK):
@@ -164,6 +163,8 @@ def _write_rest(
         exists = block < blocks
         tl.store(pointers_ptr + block, tl.load(begin_ptr + blocks + block, mask=exists), mask=exists)
         tl.store(partial_count_ptr + block, tl.load(count_ptr + block, mask=exists), mask=exists)
+    last = blocks - 1
+    tiles = tl.load(begin_ptr + blocks + last) + tl.load(count_ptr + last) + tl.load(count_ptr + blocks + last)
     tl.store(pointers_ptr + blocks, tiles)
     if patterns == 1:
         for first in range(0, entries, CHUNK):

@@ -1,0 +1,171 @@
+"""A mask that is another one in each replay of a CUDA graph, and the plans that its owner fills before a replay.
+
+For one documents mask, alone or intersected with masks that stay. Each plan holds one set of lists, with room for the
+tiles of any mask; filling them needs no wait, because no memory is allocated by the number of tiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stof.errors import UnsupportedError
+from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
+from stof.kernels.hopper.prepare import PreparedTiles
+from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
+from stof.masks import Mask
+from stof.masks.compose import And
+from stof.plans.calls import call_sizes_of
+from stof.plans.plan import Plan
+from stof.runtime.memory import current_device, made_for_calls, refuse_capture
+from stof.selection import CallSpec, KernelChoice, MaskGeometry
+
+# Most bytes of the bitmaps of one plan, which has room for a bitmap of every tile.
+_MOST_BYTES = 2**26
+_BITMAP_WORDS = 4  # of a row of a tile
+_LOCAL = threading.local()
+
+
+class ReplacedMask:
+    """The plans of the calls within `replacing`, under a mask that holds `mask`."""
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+        self._plans: dict[Hashable, _FilledPlan] = {}
+
+    def plan_of(self, mask: Any, q: Tensor, k: Tensor) -> Plan:
+        """The plan of a call, made by the first such call.
+
+        Raises:
+            UnsupportedError: a plan, or another mask; replays could compute under a mask of the recording.
+        """
+        parts = mask.masks if isinstance(mask, And) else (mask,)
+        if self._mask not in parts:
+            raise UnsupportedError(
+                f"a call under {mask!r} is recorded in a CUDA graph whose replays have other documents, and only masks "
+                "made of the documents by & can be replaced",
+                {},
+            )
+        key = (mask.key, q.shape[:3], k.shape[2], q.device)
+        plan = self._plans.get(key)
+        if plan is None:
+            refuse_capture(q.device)
+            plan = self._plans[key] = _FilledPlan(parts, self._mask, q, k)
+        return plan
+
+    def fill(self, mask: Mask) -> None:
+        """Fill the lists of all plans for another mask, of the same structure; does not wait for the device."""
+        for plan in self._plans.values():
+            plan.fill(mask)
+
+    def holds_mask(self) -> bool:
+        """Whether the lists hold the mask of the last `fill`; waits for the device to count its tiles."""
+        # Of all plans, so that no fill is left to wait for.
+        return False not in [plan.holds_mask() for plan in self._plans.values()]
+
+
+class _FilledPlan(Plan):
+    """A plan whose lists are filled again, in place, for the Hopper kernel."""
+
+    def __init__(self, parts: tuple[Mask, ...], replaced: Mask, q: Tensor, k: Tensor) -> None:
+        self._parts, self._replaced = parts, replaced
+        self._lists: list[tuple[FilledTiles, FilledTileLists]] = []
+        self._fills: list[TileFill | None] = []
+        geometry = _geometry(And.of(*parts) if len(parts) > 1 else replaced, q, k)
+        mask, dims = geometry.mask, geometry.dims
+        mask.check(geometry.q_len, geometry.kv_len)
+        lengths, sizes = (geometry.q_len, geometry.kv_len), call_sizes_of(mask, dims)
+        super().__init__(repr(mask), lengths, dims, q.device, call_sizes=sizes, geometry=geometry)
+
+    def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
+        choice = super()._decided(call, implementation)
+        if not choice.filled:  # the first mask of a structure was surveyed, which keeps a choice for filled lists
+            choice = super()._decided(call, implementation)
+        prepared = made_for_calls(self.device, partial(self._with_room, choice)) if choice.filled else None
+        if prepared is None:
+            raise UnsupportedError(
+                f"{choice.implementation} runs calls under {self.mask_text}, and lists with room for other masks are "
+                f"filled for the Hopper kernel, up to {_MOST_BYTES >> 20} MB",
+                {},
+            )
+        self._prepared[replace(choice, widened=False)] = prepared
+        return choice
+
+    def _with_room(self, choice: KernelChoice) -> PreparedTiles | None:
+        """The lists of a choice, for any mask."""
+        layout, kernel, geometry = choice.layout, choice.kernel, self.mask_geometry
+        assert layout is not None
+        assert kernel is not None
+        assert geometry is not None
+        with current_device(self.device):
+            fill = _started(geometry, layout.block_m, layout.block_n, self.device)
+            most = None if fill is None else fill.most()
+            if fill is None or most is None or most[1] * layout.block_m * _BITMAP_WORDS * 4 > _MOST_BYTES:
+                return None
+            tiles = fill.write(*most, every_column=False)
+        prepared = prepare_filled(tiles, (self.q_len, self.kv_len), layout.block_n, kernel, changing=True)
+        assert isinstance(prepared.lists, FilledTileLists)
+        self._lists.append((tiles, prepared.lists))
+        self._fills.append(fill)
+        return prepared
+
+    def fill(self, replacement: Mask) -> None:
+        """Fill all lists for the mask with another documents mask in it."""
+        geometry = self.mask_geometry
+        assert geometry is not None
+        parts = [replacement if part == self._replaced else part for part in self._parts]
+        mask = And.of(*parts) if len(parts) > 1 else replacement
+        sizes: dict[str, Any] = {"batch": geometry.batch, "heads": geometry.heads, "device": geometry.device}
+        now = MaskGeometry(mask, self.q_len, self.kv_len, **sizes)
+        self._fills = []
+        with current_device(self.device):
+            for tiles, lists in self._lists:
+                fill = _started(now, lists.block_m, lists.block_n, self.device)
+                self._fills.append(fill)
+                if fill is not None:
+                    fill.write_again(tiles)
+                    lists.write_work_lists()
+
+    def holds_mask(self) -> bool:
+        """Whether the lists hold the mask of the last `fill`.
+
+        They hold none that is not filled on the device, or that keeps a key behind one that no query sees.
+        """
+        counts = [None if fill is None else fill.counts() for fill in self._fills]
+        self._fills = []
+        return None not in counts
+
+
+def _geometry(mask: Mask, q: Tensor, k: Tensor) -> MaskGeometry:
+    return MaskGeometry(mask, q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device)
+
+
+def _started(geometry: MaskGeometry, block_m: int, block_n: int, device: torch.device) -> TileFill | None:
+    """Tiles being counted; None for masks that are not filled, or that have several patterns."""
+    if geometry.which != [0] * len(geometry.which):
+        return None
+    lengths = geometry.q_len, geometry.kv_len
+    return start_fill(geometry.evaluated, *lengths, geometry.dims, geometry.which, block_m, block_n, device)
+
+
+@contextmanager
+def replacing(mask: Mask) -> Iterator[ReplacedMask]:
+    """Within it, attention of this thread runs under plans that `ReplacedMask.fill` fills for other masks."""
+    before, _LOCAL.replaced = getattr(_LOCAL, "replaced", None), ReplacedMask(mask)
+    try:
+        yield _LOCAL.replaced
+    finally:
+        _LOCAL.replaced = before
+
+
+def replaced_mask() -> ReplacedMask | None:
+    """That of the innermost `replacing` of this thread."""
+    replaced: ReplacedMask | None = getattr(_LOCAL, "replaced", None)
+    return replaced
