@@ -37,6 +37,7 @@ def changing(
     steps: Annotated[int, typer.Option(min=1, help="New masks after the first three.")] = 100,
     models: Annotated[bool, typer.Option("--models", help="Time whole models instead.")] = False,
     cases: Annotated[str, typer.Option(help="With --models: model,batch,tokens, separated by spaces.")] = "",
+    ways: Annotated[str, typer.Option(help="With --models: ways to run them, separated by spaces; default all.")] = "",
     time_budget: Annotated[
         float | None, typer.Option(help="Seconds; measurements have fewer steps, and the last none, to end in time.")
     ] = None,
@@ -53,7 +54,7 @@ def changing(
     from benchmarks.attention.changing import PASSES, changing_rows
     from benchmarks.attention.changing_masks import KINDS
     from benchmarks.attention.changing_ways import WAYS
-    from benchmarks.models.changing import ModelCase, model_rows
+    from benchmarks.models.changing import MODEL_WAYS, ModelCase, model_rows
     from benchmarks.results_io import provenance, write_json
     from stof.errors import ArgumentError
     from stof.testing.attention_check import TOLERANCE
@@ -74,7 +75,8 @@ def changing(
     progress = Console(stderr=True)
     rows: list[StepRow] = []
     if models:
-        results = model_rows([ModelCase.parse(text) for text in (cases or _CASES[where.type]).split()], *options)
+        parsed = [ModelCase.parse(text) for text in (cases or _CASES[where.type]).split()]
+        results = model_rows(parsed, *options, ways=names("--ways", ways or " ".join(MODEL_WAYS), MODEL_WAYS))
     else:
         results = changing_rows(wanted, *chosen, *options, dtype=precision)
     for row in results:

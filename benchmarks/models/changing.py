@@ -41,6 +41,7 @@ TRAINED = ("llama", "gemma3")
 # Ways to train, and to infer, and those of GPUs alone.
 _TRAINING_WAYS = ("stof", "flex", "sdpa")
 _INFERENCE_WAYS = ("stof", "stof-unpad", "stof-unpad-whole", "stof-whole", "sdpa", "sdpa-reduce-overhead")
+MODEL_WAYS = tuple(dict.fromkeys((*_TRAINING_WAYS, *_INFERENCE_WAYS)))
 _GPU_WAYS = ("flex", "stof-unpad-whole", "stof-whole", "sdpa-reduce-overhead")
 # The least cosines of all gradients, and of each token's output, to those in float32.
 _GRADIENTS, _TOKEN = 0.98, 0.99
@@ -73,23 +74,27 @@ class ModelCase:
 
 
 def model_rows(
-    cases: Sequence[ModelCase], device: torch.device, steps: int = 100, seconds: float | None = None
+    cases: Sequence[ModelCase],
+    device: torch.device,
+    steps: int = 100,
+    seconds: float | None = None,
+    ways: Sequence[str] = MODEL_WAYS,
 ) -> Iterator[StepRow]:
-    """Check and time every way to run each case; arguments as for `benchmarks.attention.changing.changing_rows`."""
-    ways = {
+    """Check and time ways to run each case; other arguments as for `benchmarks.attention.changing.changing_rows`."""
+    ways_of = {
         case: [
             way
             for way in (_TRAINING_WAYS if case.trained else _INFERENCE_WAYS)
-            if device.type == "cuda" or way not in _GPU_WAYS
+            if way in ways and (device.type == "cuda" or way not in _GPU_WAYS)
         ]
         for case in cases
     }
-    budget = Budget(seconds, sum(map(len, ways.values())))
+    budget = Budget(seconds, sum(map(len, ways_of.values())))
     for case in cases:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if case.trained else torch.float16
         with torch.device(device):
             exact = _build(case)
-        for way in ways[case]:
+        for way in ways_of[case]:
             passes = "training" if case.trained else "forward"
             shape = f"B{case.batch} S{case.seq}"
             row = StepRow(case.model, shape, str(dtype).removeprefix("torch."), way, passes)

@@ -110,6 +110,24 @@ def varlen_attention(
         if tensor.is_nested or tensor.ndim != 3:
             got = "a nested tensor" if tensor.is_nested else str(list(tensor.shape))
             raise ShapeError(f"{name} is [tokens, heads, head_dim], sequences one after the other, got {got}")
+    documents = mask_of_sequences(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window_size=window_size,
+        mask=mask, seqused_k=seqused_k,
+    )  # fmt: skip
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = attention(
+        q, k, v, documents, scale=scale, softcap=None if softcap == 0 else softcap,
+        dropout_p=dropout_p, return_lse=True,
+    )  # fmt: skip
+    return (out[0].transpose(0, 1), lse[0]) if return_lse else out[0].transpose(0, 1)
+
+
+def mask_of_sequences(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, *, causal: bool, window_size: object, mask: Any = None,
+    seqused_k: Tensor | None = None,
+) -> Mask:  # fmt: skip
+    """The mask of a call of `varlen_attention`, whose arguments and errors these are."""
     q_lengths = _lengths("cu_seqlens_q", cu_seqlens_q, "q", q.shape[0], max_seqlen_q)
     kv_lengths = _lengths("cu_seqlens_k", cu_seqlens_k, "k", k.shape[0], max_seqlen_k)
     if len(q_lengths) != len(kv_lengths):
@@ -119,13 +137,7 @@ def varlen_attention(
         )
     used = kv_lengths if seqused_k is None else _used(seqused_k, kv_lengths)
     within = _within(causal, window_size, mask)
-    documents = aligned_documents(q_lengths, kv_lengths, used, within) if q.shape[0] and k.shape[0] else None
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = attention(
-        q, k, v, documents, scale=scale, softcap=None if softcap == 0 else softcap,
-        dropout_p=dropout_p, return_lse=True,
-    )  # fmt: skip
-    return (out[0].transpose(0, 1), lse[0]) if return_lse else out[0].transpose(0, 1)
+    return aligned_documents(q_lengths, kv_lengths, used, within) if q.shape[0] and k.shape[0] else full()
 
 
 def _within(is_causal: bool, window_size: object, mask: Any) -> Mask:

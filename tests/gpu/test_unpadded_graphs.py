@@ -30,6 +30,7 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
     torch.manual_seed(0)
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32")
         warnings.simplefilter("error", RuntimeWarning)
         yield
 
@@ -100,7 +101,7 @@ def test_replays_on_other_streams_wait_for_each_other() -> None:
 
 def test_sparse_masks_by_distance() -> None:
     exact = hf.enable(bert().cuda().eval())
-    mask = stof.masks.sliding_window(16) & ~stof.masks.sliding_window(3)
+    mask = stof.masks.sliding_window(100)
     model = stof.optimize(copy.deepcopy(exact).half(), mask=mask, unpad=True, cuda_graphs="whole")
     hf.sparsify(exact, mask)
     with torch.inference_mode():

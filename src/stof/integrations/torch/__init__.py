@@ -4,6 +4,7 @@ from stof.fusion.records.report import FusionReport
 from stof.integrations.torch.compile import optimize, pack_weights, stof_backend, unpack_weights
 from stof.integrations.torch.compile_options import CompileOptions
 from stof.integrations.torch.cuda_graphs import CudaGraphRunner
+from stof.integrations.torch.flash_registry import register_flash_attention
 from stof.integrations.torch.sdpa import replace_sdpa
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "FusionReport",
     "optimize",
     "pack_weights",
+    "register_flash_attention",
     "replace_sdpa",
     "stof_backend",
     "unpack_weights",
 ]
+
+register_flash_attention()
