@@ -62,9 +62,8 @@ def close(out: Any, exact: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def recordings(model: Any) -> int:
-    runner = model._stof_unpadding.runner[1]
+    runner = model._stof_unpadding.recorded[1]
     assert isinstance(runner, CudaGraphRunner)
-    assert set(runner._recorded) == set(runner._replaced)
     return len(runner._recorded)
 
 
@@ -129,7 +128,7 @@ def test_large_batches_run_unrecorded_and_say_so() -> None:
     inputs = batch(40, 1024, 1000)
     with torch.inference_mode():
         close(model(**inputs), exact, inputs)
-        with pytest.warns(RuntimeWarning, match="up to 64 MB"):
+        with pytest.warns(RuntimeWarning, match="at most 64 MB"):
             out = model(**inputs)
         close(out, exact, inputs)
         close(model(**inputs), exact, inputs)

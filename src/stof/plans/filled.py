@@ -98,7 +98,7 @@ def kept_choice(
     near = kept.near(geometry.statistics)
     if near is None:
         may_count = kept.may_count and not call.has_bias
-        return _counted_choice(kept, geometry, call, device, mask_text, device=geometry.device) if may_count else None
+        return counted_choice(kept, geometry, call, device, mask_text, device=geometry.device) if may_count else None
     wide = call.widened() if near.choice.widened else None
     choice = for_call(near.choice, wide or call)
     if failures.reason(choice, wide or call, device) is not None:
@@ -125,7 +125,7 @@ def _filled_tiles(geometry: MaskGeometry, choice: KernelChoice, *, device: torch
 
 
 @on_device
-def _counted_choice(
+def counted_choice(
     kept: KeptChoices, geometry: MaskGeometry, call: CallSpec, gpu: torch.device, mask_text: str, *,
     device: torch.device,
 ) -> ServingChoice | None:  # fmt: skip
@@ -231,7 +231,7 @@ def _counted_tiling(
     kept: KeptChoices, call: CallSpec, geometry_of: Callable[[bool], MaskGeometry], mask_text: str, *,
     device: torch.device,
 ) -> ServingTiling | None:  # fmt: skip
-    """As `_counted_choice`, for gradients."""
+    """As `counted_choice`, for gradients."""
     wanted = whole_tile_layouts(call)
     started = {swap: _start_counts(geometry_of(swap), layouts, device) for swap, layouts in wanted.items()}
     counted = _wait_for_all(geometry_of, started)

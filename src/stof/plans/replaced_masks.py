@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stof.errors import UnsupportedError
+from stof.errors import UnsupportedError, shown
 from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask
 from stof.masks.compose import And
 from stof.plans.calls import call_sizes_of
+from stof.plans.filled import counted_choice
+from stof.plans.kept_choices import KeptChoices
 from stof.plans.plan import Plan
 from stof.runtime.memory import current_device, made_for_calls, refuse_capture
 from stof.selection import CallSpec, KernelChoice, MaskGeometry
@@ -49,15 +51,15 @@ class ReplacedMask:
         parts = mask.masks if isinstance(mask, And) else (mask,)
         if self._mask not in parts:
             raise UnsupportedError(
-                f"a call under {mask!r} is recorded in a CUDA graph whose replays have other documents, and only masks "
-                "made of the documents by & can be replaced",
+                f"a call under {shown(mask)} is recorded in a CUDA graph whose replays have other documents, and only "
+                "masks made of the documents by & can be replaced",
                 {},
             )
         key = (mask.key, q.shape[:3], k.shape[2], q.device)
         plan = self._plans.get(key)
         if plan is None:
             refuse_capture(q.device)
-            plan = self._plans[key] = _FilledPlan(parts, self._mask, q, k)
+            plan = self._plans[key] = _FilledPlan(parts, parts.index(self._mask), q, k)
         return plan
 
     def fill(self, mask: Mask) -> None:
@@ -74,31 +76,43 @@ class ReplacedMask:
 class _FilledPlan(Plan):
     """A plan whose lists are filled again, in place, for the Hopper kernel."""
 
-    def __init__(self, parts: tuple[Mask, ...], replaced: Mask, q: Tensor, k: Tensor) -> None:
-        self._parts, self._replaced = parts, replaced
+    def __init__(self, parts: tuple[Mask, ...], place: int, q: Tensor, k: Tensor) -> None:
+        """
+        Args:
+            parts: masks that are intersected.
+            place: which of them is replaced.
+            q, k: of a call.
+        """
+        self._parts, self._place = parts, place
         self._lists: list[tuple[FilledTiles, FilledTileLists]] = []
         self._fills: list[TileFill | None] = []
-        geometry = _geometry(And.of(*parts) if len(parts) > 1 else replaced, q, k)
-        mask, dims = geometry.mask, geometry.dims
-        mask.check(geometry.q_len, geometry.kv_len)
-        lengths, sizes = (geometry.q_len, geometry.kv_len), call_sizes_of(mask, dims)
-        super().__init__(repr(mask), lengths, dims, q.device, call_sizes=sizes, geometry=geometry)
+        sizes: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "device": q.device}
+        self._sizes = {"q_len": q.shape[2], "kv_len": k.shape[2], **sizes}
+        geometry = MaskGeometry(self._with(parts[place]), **self._sizes)
+        mask, dims, lengths = geometry.mask, geometry.dims, (geometry.q_len, geometry.kv_len)
+        mask.check(*lengths)
+        super().__init__(repr(mask), lengths, dims, q.device, call_sizes=call_sizes_of(mask, dims), geometry=geometry)
+
+    def _with(self, replacement: Mask) -> Mask:
+        if len(self._parts) == 1:
+            return replacement
+        return And.of(*self._parts[: self._place], replacement, *self._parts[self._place + 1 :])
 
     def _decided(self, call: CallSpec, implementation: str | None) -> KernelChoice:
-        choice = super()._decided(call, implementation)
-        if not choice.filled:  # the first mask of a structure was surveyed, which keeps a choice for filled lists
-            choice = super()._decided(call, implementation)
-        prepared = made_for_calls(self.device, partial(self._with_room, choice)) if choice.filled else None
-        if prepared is None:
-            raise UnsupportedError(
-                f"{choice.implementation} runs calls under {self.mask_text}, and lists with room for other masks are "
-                f"filled for the Hopper kernel, up to {_MOST_BYTES >> 20} MB",
-                {},
-            )
-        self._prepared[replace(choice, widened=False)] = prepared
-        return choice
+        geometry = self.mask_geometry
+        assert geometry is not None
+        arguments = KeptChoices(), geometry, call, self.device, self.mask_text
+        # Of the choices whose lists a device fills, even where others are much faster.
+        count = partial(counted_choice, *arguments, device=self.device)
+        serves = None if implementation not in (None, "hopper") else made_for_calls(self.device, count)
+        if serves is not None:
+            key = replace(serves.choice, widened=False)
+            if key not in self._prepared:
+                self._prepared[key] = made_for_calls(self.device, partial(self._with_room, key))
+            return serves.choice
+        raise _not_recorded("other kernels run its attention")
 
-    def _with_room(self, choice: KernelChoice) -> PreparedTiles | None:
+    def _with_room(self, choice: KernelChoice) -> PreparedTiles:
         """The lists of a choice, for any mask."""
         layout, kernel, geometry = choice.layout, choice.kernel, self.mask_geometry
         assert layout is not None
@@ -108,7 +122,7 @@ class _FilledPlan(Plan):
             fill = _started(geometry, layout.block_m, layout.block_n, self.device)
             most = None if fill is None else fill.most()
             if fill is None or most is None or most[1] * layout.block_m * _BITMAP_WORDS * 4 > _MOST_BYTES:
-                return None
+                raise _not_recorded("too large for that")
             tiles = fill.write(*most, every_column=False)
         prepared = prepare_filled(tiles, (self.q_len, self.kv_len), layout.block_n, kernel, changing=True)
         assert isinstance(prepared.lists, FilledTileLists)
@@ -118,16 +132,11 @@ class _FilledPlan(Plan):
 
     def fill(self, replacement: Mask) -> None:
         """Fill all lists for the mask with another documents mask in it."""
-        geometry = self.mask_geometry
-        assert geometry is not None
-        parts = [replacement if part == self._replaced else part for part in self._parts]
-        mask = And.of(*parts) if len(parts) > 1 else replacement
-        sizes: dict[str, Any] = {"batch": geometry.batch, "heads": geometry.heads, "device": geometry.device}
-        now = MaskGeometry(mask, self.q_len, self.kv_len, **sizes)
+        geometry = MaskGeometry(self._with(replacement), **self._sizes)
         self._fills = []
         with current_device(self.device):
             for tiles, lists in self._lists:
-                fill = _started(now, lists.block_m, lists.block_n, self.device)
+                fill = _started(geometry, lists.block_m, lists.block_n, self.device)
                 self._fills.append(fill)
                 if fill is not None:
                     fill.write_again(tiles)
@@ -143,8 +152,12 @@ class _FilledPlan(Plan):
         return None not in counts
 
 
-def _geometry(mask: Mask, q: Tensor, k: Tensor) -> MaskGeometry:
-    return MaskGeometry(mask, q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], device=q.device)
+def _not_recorded(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"masks that differ from replay to replay need lists for the Hopper kernel, of at most {_MOST_BYTES >> 20} MB: "
+        f"{reason}",
+        {},
+    )
 
 
 def _started(geometry: MaskGeometry, block_m: int, block_n: int, device: torch.device) -> TileFill | None:

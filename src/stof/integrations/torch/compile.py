@@ -282,7 +282,8 @@ def optimize(
         from stof.integrations.transformers.unpadded import compile_packed_calls
 
         compiler = functools.partial(torch.compile, dynamic=True, **how)
-        compile_packed_calls(model, compiler, cuda_graphs=parsed.cuda_graphs == WHOLE)
+        recorder = functools.partial(CudaGraphRunner, folded_weights=parsed.fold)
+        compile_packed_calls(model, compiler, recorder if parsed.cuda_graphs == WHOLE else None)
         return model
     compiled: Any = torch.compile(model, dynamic=dynamic, **how)
     if replaced is not None:

@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stof.errors import UnsupportedError
 from stof.integrations.torch.module_state import Attributes, Weights
 from stof.masks import Mask
 from stof.plans.replaced_masks import ReplacedMask, replacing
@@ -77,9 +78,7 @@ class CudaGraphRunner:
         self._recorder, self._device_type = recorder or CudaRecorder(), device_type
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
-        self._recorded: OrderedDict[Hashable, Replay] = OrderedDict()
-        self._masks: dict[Hashable, list[UsedMask]] = {}
-        self._replaced: dict[Hashable, ReplacedMask] = {}
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._lock = ForkSafeLock(reentrant=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,18 +98,19 @@ class CudaGraphRunner:
         if key is None or self._module.training or torch.compiler.is_compiling() or _capturing(tensors[0]):
             return call(*args, **kwargs)
         with self._lock:
-            replay, replaced = self._recorded.get(key), self._replaced.get(key)
-            fill = () if replaced is None or mask is None else (partial(replaced.fill, mask),)
+            recorded = self._recorded.get(key)
             # The replay starts before the comparison, so that the host compares weights while the GPU computes.
-            out = replay(tensors, *fill) if replay is not None else None
-            if self._changed(key):
+            out = None if recorded is None else recorded.replayed(mask, tensors)
+            changed = self._changed(recorded)
+            is_filled = recorded is None or recorded.is_filled()
+            if changed:
                 self._forget()
-            elif replay is not None:
+            elif recorded is not None:
                 self._recorded.move_to_end(key)
-                if replaced is None or replaced.holds_mask():
+                if is_filled:
                     return out
-            elif key in self._seen and (replay := self._second(key, call, mask, args, kwargs)) is not None:
-                return replay(tensors)
+            elif key in self._seen and (recorded := self._second(key, call, mask, args, kwargs)) is not None:
+                return recorded.replay(tensors)
         versions = self._weights.versions()
         out = call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
@@ -119,42 +119,65 @@ class CudaGraphRunner:
             self._seen.add(key)
         return out
 
-    def _changed(self, key: Hashable) -> bool:
+    def _changed(self, recorded: _Recorded | None) -> bool:
         """Whether the model is another than in the call before, or a mask than when it was recorded."""
         weights, attributes = self._weights.changed(), self._attributes.changed()
-        return weights or attributes or any(mask.frozen() != then for mask, then in self._masks.get(key, ()))
+        masks = () if recorded is None else recorded.masks
+        return weights or attributes or any(mask.frozen() != then for mask, then in masks)
 
     def _second(
         self, key: Hashable, call: Callable[..., Any], mask: Mask | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Replay | None:
+    ) -> _Recorded | None:
         """A new recording; None, for good, if there cannot be one."""
         self._seen.discard(key)
         if len(self._recorded) >= MOST_RECORDED:
-            oldest, _ = self._recorded.popitem(last=False)
-            self._masks.pop(oldest, None)
-            self._replaced.pop(oldest, None)
+            if self._device_type == "cuda":
+                torch.cuda.synchronize()  # it may be running
+            self._recorded.popitem(last=False)
         try:
             changing = nullcontext() if mask is None else replacing(mask)
             with no_autocast_cache(), noting_masks() as masks, changing as replaced:
-                self._recorded[key] = self._recorder(call, args, kwargs)
-            self._masks[key] = masks
-            if replaced is not None:
-                self._replaced[key] = replaced
+                recorded = _Recorded(self._recorder(call, args, kwargs), masks, replaced)
+            if not recorded.is_filled():
+                raise UnsupportedError("a key that no query sees comes before seen ones", {})
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
             reason = f"a call cannot be recorded as a CUDA graph and runs unrecorded: {error}"
             warnings.warn(reason, RuntimeWarning, stacklevel=5)
             return None
-        return self._recorded[key]
+        self._recorded[key] = recorded
+        return recorded
 
     def _forget(self) -> None:
         if self._recorded and self._device_type == "cuda":
             torch.cuda.synchronize()  # one of them may be running
         self._recorded.clear()
-        self._masks.clear()
-        self._replaced.clear()
         self._seen.clear()
         self._failed.clear()
+
+
+class _Recorded(NamedTuple):
+    """A recorded call.
+
+    Attributes:
+        replay: runs it.
+        masks: the masks that may change under which it was recorded.
+        replaced: the mask that is another one in each replay, if there is one.
+    """
+
+    replay: Replay
+    masks: list[UsedMask]
+    replaced: ReplacedMask | None
+
+    def replayed(self, mask: Mask | None, tensors: Sequence[Tensor]) -> Any:
+        """The result with these tensors, under this mask where it is replaced."""
+        if self.replaced is None or mask is None:
+            return self.replay(tensors)
+        return self.replay(tensors, partial(self.replaced.fill, mask))
+
+    def is_filled(self) -> bool:
+        """Whether the last replay, or the recording, was under the mask that was given."""
+        return self.replaced is None or self.replaced.holds_mask()
 
 
 class CudaRecorder:

@@ -6,6 +6,7 @@ operators, which `F.scaled_dot_product_attention` and `torch.nn.attention.varlen
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ class _Registration:
 
     def __init__(self) -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", "CUDA")
-        for name, kernel in _KERNELS.items():
-            if hasattr(torch.ops.aten, name):  # newer versions have operators that others lack
-                self._library.impl(name, kernel)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are replaced
+            for name, kernel in _KERNELS.items():
+                if hasattr(torch.ops.aten, name):  # newer versions have operators that others lack
+                    self._library.impl(name, kernel)
 
     def remove(self) -> None:
         self._library = None  # the kernels go with it

@@ -63,19 +63,25 @@ def unpad_calls(encoders: Sequence[PreTrainedModel], *, required: bool) -> None:
 
 
 def compile_packed_calls(
-    model: nn.Module, compiler: Callable[..., Callable[..., Any]], *, cuda_graphs: bool = False
+    model: nn.Module,
+    compiler: Callable[..., Callable[..., Any]],
+    recorder: Callable[[Callable[..., Any], nn.Module], CudaGraphRunner] | None = None,
 ) -> None:
     """Compile the encoders that leave out padding; batches are packed and unpacked outside of compiled code.
 
     Args:
         model: whose encoders `unpad_calls` was called with.
         compiler: compiles a function.
-        cuda_graphs: record the compiled calls as CUDA graphs, for numbers of tokens rounded up by `_graph_tokens`.
+        recorder: records a call of a module as CUDA graphs, for numbers of tokens rounded up by `_graph_tokens`.
     """
     for part in model.modules():
         state: _State | None = vars(part).get(_STATE)
         if state is not None:
-            state.compiler, state.cuda_graphs, state.compiled, state.runner = compiler, cuda_graphs, None, None
+            # The function of the class, because shallow copies of the model have the same state.
+            kind: type[_Unpadding] = type(part)  # type: ignore[assignment]
+            state.compiled = compiler(kind._stof_unpadded_class.forward)
+            call = functools.partial(_masked_call, state.compiled, part)
+            state.recorded = None if recorder is None else (part, recorder(call, part))
 
 
 def undo_unpad_calls(model: nn.Module) -> None:
@@ -100,10 +106,9 @@ class _State:
         required: see `unpad_calls`.
         padding: the token that the model's positions pass over; None if they count all tokens.
         pooled: names of outputs that are known to be the pooler's.
-        compiler: compiles the model's `forward`; None to run it as it is. Copies have none.
-        compiled: what it made, for packed batches.
-        cuda_graphs: whether to record calls of `compiled`.
-        runner: the encoder whose calls are recorded, and what records them.
+        compiled: the compiled `forward` of the model's class, for packed batches; None to run it as it is. Copies have
+            none.
+        recorded: an encoder, and what records its calls of `compiled`.
     """
 
     def __init__(self, encoder: Any, required: bool) -> None:
@@ -111,27 +116,27 @@ class _State:
         # RoBERTa's positions begin behind the padding's number.
         self.padding: int | None = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
         self.pooled: set[object] = set()
-        self.compiler: Callable[..., Callable[..., Any]] | None = None
         self.compiled: Callable[..., Any] | None = None
-        self.cuda_graphs = False
-        self.runner: tuple[Any, CudaGraphRunner] | None = None
+        self.recorded: tuple[Any, CudaGraphRunner] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"compiler": None, "compiled": None, "cuda_graphs": False, "runner": None}
+        return vars(self) | {"compiled": None, "recorded": None}
 
-    def compiled_call(self, encoder: Any, arguments: dict[str, Any]) -> Any:
-        """The output of an encoder, which a shallow copy may share this state with, by compiled code."""
-        assert self.compiler is not None
+    def run(self, encoder: Any, padded: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The output for a packed batch of an encoder, which may be a shallow copy with the state of another one.
+
+        Args:
+            encoder: whose weights compute it.
+            padded: its call without compilation.
+            arguments: of `padded`.
+        """
         if self.compiled is None:
-            # The function of the class, because shallow copies of the model have the same state.
-            self.compiled = self.compiler(encoder._stof_unpadded_class.forward)
-        if self.cuda_graphs and self.runner is None:
-            self.runner = encoder, CudaGraphRunner(functools.partial(_masked_call, self.compiled, encoder), encoder)
-        if self.runner is None or self.runner[0] is not encoder:
+            return padded(**arguments)
+        if self.recorded is None or self.recorded[0] is not encoder:
             return self.compiled(encoder, **arguments)
         given: ModelMask = arguments.pop("attention_mask")
         assert isinstance(given.mask, Mask)
-        return self.runner[1].under(given.mask, **arguments)
+        return self.recorded[1].under(given.mask, **arguments)
 
 
 def _masked_call(forward: Callable[..., Any], encoder: Any, *, mask: Mask, **arguments: Any) -> Any:
@@ -172,7 +177,7 @@ class _Unpadding:
         state: _State | None = vars(self).get(_STATE)
         if state is None or torch.compiler.is_compiling():
             return padded(*args, **kwargs)
-        packed = _packed(state, inspect.signature(padded), args, kwargs)
+        packed = _packed(state, _parameters(self._stof_unpadded_class), args, kwargs)
         if packed is None:
             return padded(*args, **kwargs)
         batch, options = packed
@@ -181,9 +186,7 @@ class _Unpadding:
             changed = before_forward(self, (), {**options, **batch.model_inputs()})  # type: ignore[arg-type]
             if changed is None:  # it has another attention implementation by now
                 return padded(*args, **kwargs)
-            arguments = changed[1]
-            out = padded(**arguments) if state.compiler is None else state.compiled_call(self, arguments)
-            return _unpacked_output(self, state, batch, out)
+            return _unpacked_output(self, state, batch, state.run(self, padded, changed[1]))
         except StofError as error:
             if state.required:
                 raise
@@ -192,13 +195,19 @@ class _Unpadding:
             return padded(*args, **kwargs)
 
 
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    """The names of the arguments of a model's `forward`."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
 def _packed(
-    state: _State, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: _State, parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[PackedBatch, dict[str, Any]] | None:
     """The packed batch of a call and its options, or None if it computes on padding."""
-    if len(args) > len(signature.parameters):
+    if len(args) > len(parameters):
         return None
-    arguments = dict(zip(signature.parameters, args, strict=False)) | kwargs
+    arguments = dict(zip(parameters, args, strict=False)) | kwargs
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     ids, mask = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
     options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
@@ -209,7 +218,7 @@ def _packed(
         return None
     is_token = mask != 0
     # Calls without padding are compiled as well.
-    usual = begins_with_tokens(is_token) if state.compiler is not None else has_right_padding(is_token)
+    usual = begins_with_tokens(is_token) if state.compiled is not None else has_right_padding(is_token)
     usual &= (mask <= 1).all()
     if state.padding is not None:
         usual &= ~(is_token & (ids == state.padding)).any()
@@ -218,7 +227,7 @@ def _packed(
     first_position = 0 if state.padding is None else state.padding + 1
     per_token: dict[str, Any] = tensors
     batch = pack(ids, is_token.long(), first_position=first_position, **per_token)
-    return batch.widened(_graph_tokens(batch.tokens)) if state.cuda_graphs else batch, options
+    return batch.widened(_graph_tokens(batch.tokens)) if state.recorded is not None else batch, options
 
 
 def _graph_tokens(tokens: int) -> int:
