@@ -55,17 +55,18 @@ def make_mask(
         return attention_mask  # prepared ahead of the forward pass, by generate()
     if isinstance(attention_mask, ModelMask) and attention_mask.split is not None:
         return _of_split_sequence(attention_mask, mask_function)
+    given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
     compiling = torch.compiler.is_compiling()
     if not compiling:  # both may be tensors: assisted generation drops tokens
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     check_padding(attention_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
-    given, pads = (None, attention_mask) if not isinstance(attention_mask, ModelMask) else (attention_mask, None)
     mask: Mask | Intersection | None
     if compiling:
         # Dynamo traces closures and offsets as symbols; only plain masks of whole sequences are recognisable.
         start = all(isinstance(offset, int) and offset == 0 for offset in (q_offset, kv_offset))
         mask = recognize_plain_mask(mask_function) if start else None
-        if mask is None and start and may_be_window and torch.is_grad_enabled() and not is_exporting():
+        may_break = torch.is_grad_enabled() or (given is not None and given.breaks_graphs)
+        if mask is None and start and may_be_window and may_break and not is_exporting():
             mask = _window_outside_graphs(mask_function, q_length, kv_length)
     else:
         assert isinstance(q_offset, int)

@@ -50,6 +50,7 @@ class ModelMask:
         sequences_unknown: whether `keep` holds packed sequences that begin at unknown positions.
         exact_nan: a NaN of a token reaches the queries that see the token, and no others; kernels multiply values
             that a mask drops by 0.
+        breaks_graphs: whether compiled code may break its graph where it reads this mask, for windows to be read.
         split: who holds which tokens, where the sequence is split over ranks (`parallel.SplitSequence`): `mask` is
             that of all tokens, `shape` that of this rank's. Else None.
     """
@@ -72,6 +73,7 @@ class ModelMask:
         valid: Tensor | None = None,
         packed: Mask | Intersection | None = None,
         sequences_unknown: bool = False,
+        breaks_graphs: bool = False,
     ) -> None:
         self.mask = mask
         self.keep = keep
@@ -85,6 +87,7 @@ class ModelMask:
         self.split = split
         self.valid = valid
         self.sequences_unknown = sequences_unknown
+        self.breaks_graphs = breaks_graphs
         self.packed = mask if packed is None and not includes_model_mask else packed
         self._plans: dict[tuple[object, ...], Plan] = {}
 
@@ -93,9 +96,9 @@ class ModelMask:
         """Whether it keeps the sequences of a packed batch apart, and the model has not added its own mask."""
         return not self.includes_model_mask and isinstance(self.mask, Documents)
 
-    def after_check(self) -> ModelMask:
+    def after_check(self, *, breaks_graphs: bool = False) -> ModelMask:
         """A packed mask, for a model that keeps packed sequences apart."""
-        return ModelMask(self.mask, self.shape, includes_model_mask=False, checked=True)
+        return ModelMask(self.mask, self.shape, includes_model_mask=False, checked=True, breaks_graphs=breaks_graphs)
 
     def refuse_unchecked(self) -> None:
         """Refuse a packed mask on its way into attention, if nobody knows that the model keeps sequences apart.

@@ -132,9 +132,9 @@ class _State:
         """
         if self.compiled is None:
             return padded(**arguments)
-        if self.recorded is None or self.recorded[0] is not encoder:
-            return self.compiled(encoder, **arguments)
         given: ModelMask = arguments.pop("attention_mask")
+        if self.recorded is None or self.recorded[0] is not encoder:
+            return self.compiled(encoder, attention_mask=given.after_check(breaks_graphs=True), **arguments)
         assert isinstance(given.mask, Mask)
         return self.recorded[1].under(given.mask, **arguments)
 
@@ -142,8 +142,8 @@ class _State:
 def _masked_call(forward: Callable[..., Any], encoder: Any, *, mask: Mask, **arguments: Any) -> Any:
     """The output of an encoder that keeps packed sequences apart, for a batch in one row."""
     width = arguments["input_ids"].shape[1]
-    given = ModelMask(mask, (1, 1, width, width), includes_model_mask=False, checked=True)
-    return forward(encoder, attention_mask=given, **arguments)
+    given = ModelMask(mask, (1, 1, width, width), includes_model_mask=False)
+    return forward(encoder, attention_mask=given.after_check(breaks_graphs=True), **arguments)
 
 
 @functools.cache
