@@ -104,7 +104,8 @@ class _FilledPlan(Plan):
         arguments = KeptChoices(), geometry, call, self.device, self.mask_text
         # Of the choices whose lists a device fills, even where others are much faster.
         count = partial(counted_choice, *arguments, device=self.device)
-        serves = None if implementation not in (None, "hopper") else made_for_calls(self.device, count)
+        is_hopper_call = self.device.type == "cuda" and implementation in (None, "hopper")
+        serves = made_for_calls(self.device, count) if is_hopper_call else None
         if serves is not None:
             key = replace(serves.choice, widened=False)
             if key not in self._prepared:
