@@ -104,7 +104,7 @@ def test_each_replay_is_under_the_mask_of_its_call() -> None:
     with torch.no_grad():
         for mask in DOCUMENTS:
             x = torch.randn(1, 60, 8)
-            torch.testing.assert_close(calls.under(mask, x=x), module(x, mask))
+            torch.testing.assert_close(calls.call_with_mask(mask, x=x), module(x, mask))
     assert (recorder.made, recorder.replayed) == (1, 4)
 
 
@@ -118,7 +118,7 @@ def test_masks_that_the_lists_do_not_hold_run_unrecorded(monkeypatch: pytest.Mon
             # What a replay computes then is not returned.
             monkeypatch.setattr(FilledPlan, "fill", FilledPlan.fill if number != 3 else lambda self, mask: None)
             x = torch.randn(1, 60, 8)
-            torch.testing.assert_close(calls.under(mask, x=x), module(x, mask))
+            torch.testing.assert_close(calls.call_with_mask(mask, x=x), module(x, mask))
             monkeypatch.undo()
             monkeypatch.setattr(replaced_masks, "_FilledPlan", FilledPlan)
     assert (recorder.made, recorder.replayed) == (1, 4)
@@ -131,11 +131,11 @@ def test_a_recording_that_does_not_hold_its_mask_is_not_used(monkeypatch: pytest
     monkeypatch.setattr(FilledPlan, "holds", False)
     x = torch.randn(1, 60, 8)
     with torch.no_grad():
-        calls.under(DOCUMENTS[0], x=x)
+        calls.call_with_mask(DOCUMENTS[0], x=x)
         with pytest.warns(RuntimeWarning, match="no query sees"):
-            out = calls.under(DOCUMENTS[1], x=x)
+            out = calls.call_with_mask(DOCUMENTS[1], x=x)
         torch.testing.assert_close(out, module(x, DOCUMENTS[1]))
-        calls.under(DOCUMENTS[2], x=x)
+        calls.call_with_mask(DOCUMENTS[2], x=x)
     assert (recorder.made, recorder.replayed) == (1, 0)
 
 
@@ -149,14 +149,14 @@ def test_an_interrupted_recording_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with torch.no_grad():
-        calls.under(DOCUMENTS[0], x=x)
+        calls.call_with_mask(DOCUMENTS[0], x=x)
         with monkeypatch.context() as patch:
             patch.setattr(FilledPlan, "holds_mask", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                calls.under(DOCUMENTS[0], x=x)
+                calls.call_with_mask(DOCUMENTS[0], x=x)
         assert replaced_mask() is None
         for mask in DOCUMENTS[1:]:
-            torch.testing.assert_close(calls.under(mask, x=x), module(x, mask))
+            torch.testing.assert_close(calls.call_with_mask(mask, x=x), module(x, mask))
     assert recorder.made == 2
 
 

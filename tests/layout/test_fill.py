@@ -243,7 +243,7 @@ def test_lists_with_room_for_all_tiles_are_written_again(every_column: bool) -> 
     for mask in [*every, *(mask & masks.sliding_window(9) for mask in every)]:
         fill = started(mask, q_len, q_len, tile)
         assert fill is not None
-        most = fill.most()
+        most = fill.max_counts()
         assert most is not None
         if lists is None:
             lists = fill.write(*most, every_column=every_column)
@@ -265,7 +265,7 @@ def test_work_lists_are_written_again() -> None:
     for mask in (documents(100, 3, 197), documents(300), documents(40, 260)):
         fill = started(mask, 300, 300, (64, 64))
         assert fill is not None
-        most = fill.most()
+        most = fill.max_counts()
         assert most is not None
         if changing is None:
             tiles = fill.write(*most, every_column=False)

@@ -1,7 +1,7 @@
-"""A mask that is another one in each replay of a CUDA graph, and the plans that its owner fills before a replay.
+"""A documents mask that changes between the replays of a CUDA graph, and the plans that are filled before a replay.
 
-For one documents mask, alone or intersected with masks that stay. Each plan holds one set of lists, with room for the
-tiles of any mask; filling them needs no wait, because no memory is allocated by the number of tiles.
+The mask may be intersected with masks that stay. The lists of a plan have room for the tiles of any mask, so filling
+them needs no wait: no memory is allocated by the number of tiles.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ReplacedMask:
         """The plan of a call, made by the first such call.
 
         Raises:
-            UnsupportedError: a plan, or another mask; replays could compute under a mask of the recording.
+            UnsupportedError: the call uses a plan, or a mask that does not contain the replaced one. A replay would
+                keep the mask of the recording.
         """
         parts = mask.masks if isinstance(mask, And) else (mask,)
         if self._mask not in parts:
@@ -69,8 +70,8 @@ class ReplacedMask:
 
     def holds_mask(self) -> bool:
         """Whether the lists hold the mask of the last `fill`; waits for the device to count its tiles."""
-        # Of all plans, so that no fill is left to wait for.
-        return False not in [plan.holds_mask() for plan in self._plans.values()]
+        # Of all plans, so that no count is left unread. Without plans, nothing is known to depend on the mask.
+        return bool(self._plans) and False not in [plan.holds_mask() for plan in self._plans.values()]
 
 
 class _FilledPlan(Plan):
@@ -102,26 +103,27 @@ class _FilledPlan(Plan):
         geometry = self.mask_geometry
         assert geometry is not None
         arguments = KeptChoices(), geometry, call, self.device, self.mask_text
-        # Of the choices whose lists a device fills, even where others are much faster.
+        # Only choices whose lists the device can fill, even if others are faster. The tile sizes that suit the first
+        # mask stay.
         count = partial(counted_choice, *arguments, device=self.device)
         is_hopper_call = self.device.type == "cuda" and implementation in (None, "hopper")
         serves = made_for_calls(self.device, count) if is_hopper_call else None
         if serves is not None:
             key = replace(serves.choice, widened=False)
             if key not in self._prepared:
-                self._prepared[key] = made_for_calls(self.device, partial(self._with_room, key))
+                self._prepared[key] = made_for_calls(self.device, partial(self._make_lists, key))
             return serves.choice
         raise _not_recorded("other kernels run its attention")
 
-    def _with_room(self, choice: KernelChoice) -> PreparedTiles:
+    def _make_lists(self, choice: KernelChoice) -> PreparedTiles:
         """The lists of a choice, for any mask."""
         layout, kernel, geometry = choice.layout, choice.kernel, self.mask_geometry
         assert layout is not None
         assert kernel is not None
         assert geometry is not None
         with current_device(self.device):
-            fill = _started(geometry, layout.block_m, layout.block_n, self.device)
-            most = None if fill is None else fill.most()
+            fill = _start_fill(geometry, layout.block_m, layout.block_n, self.device)
+            most = None if fill is None else fill.max_counts()
             if fill is None or most is None or most[1] * layout.block_m * _BITMAP_WORDS * 4 > _MOST_BYTES:
                 raise _not_recorded("too large for that")
             tiles = fill.write(*most, every_column=False)
@@ -137,16 +139,16 @@ class _FilledPlan(Plan):
         self._fills = []
         with current_device(self.device):
             for tiles, lists in self._lists:
-                fill = _started(geometry, lists.block_m, lists.block_n, self.device)
+                fill = _start_fill(geometry, lists.block_m, lists.block_n, self.device)
                 self._fills.append(fill)
                 if fill is not None:
                     fill.write_again(tiles)
                     lists.write_work_lists()
 
     def holds_mask(self) -> bool:
-        """Whether the lists hold the mask of the last `fill`.
+        """Whether the lists hold the mask of the last `fill`, whose counts are read once.
 
-        They hold none that is not filled on the device, or that keeps a key behind one that no query sees.
+        False if the mask cannot be filled on the device, or if a key after the first unseen one is seen.
         """
         counts = [None if fill is None else fill.counts() for fill in self._fills]
         self._fills = []
@@ -161,7 +163,7 @@ def _not_recorded(reason: str) -> UnsupportedError:
     )
 
 
-def _started(geometry: MaskGeometry, block_m: int, block_n: int, device: torch.device) -> TileFill | None:
+def _start_fill(geometry: MaskGeometry, block_m: int, block_n: int, device: torch.device) -> TileFill | None:
     """Tiles being counted; None for masks that are not filled, or that have several patterns."""
     if geometry.which != [0] * len(geometry.which):
         return None

@@ -199,7 +199,9 @@ def optimize(
             in training mode.
         unpad: leave padding out of the batches of encoders of Hugging Face (`hf.enable(model, unpad=True)`). The
             encoders alone are compiled, for any number of tokens. With `cuda_graphs="whole"` they compute on some
-            padding: the number of tokens is rounded up to a multiple of 64 and of a sixteenth of the next power of two.
+            padding: the number of tokens is rounded up to a multiple of 256 and of a sixteenth of the next power of
+            two. Recordings take up to 64 MB of GPU memory for each number of tokens and kind of attention mask. Calls
+            beyond that (about 16,000 tokens), in 32 bits, or on GPUs other than Hopper run unrecorded, with a warning.
         dynamic: as in `torch.compile`.
         options: of the backend, see `CompileOptions`; in training mode `cuda_graphs=True` alone.
 

@@ -46,15 +46,15 @@ class CudaGraphRunner:
     Results are copies, so they stay valid after the next call. Calls are passed on unrecorded if an argument is neither
     a CUDA tensor nor None, a number, text, a dtype or a device; if gradients are recorded for an argument or a result;
     in training mode; while another capture or compilation goes on, or a transformation (`torch.func`) or a dispatch
-    mode is active; if the call before wrote to a parameter or a buffer, which recording would do twice; and if
-    recording failed once, with a warning.
+    mode is active; if the call before, unrecorded, wrote to a parameter or a buffer, which recording would do twice;
+    and if recording failed once, with a warning.
 
     The cache key covers shapes, strides, dtypes and values of arguments; grad, inference and autocast mode, default
     dtype and deterministic algorithms. A change of these discards all recordings: training mode of the model and its
     modules; modules, parameters and buffers that were replaced, added, removed or moved (with `folded_weights` also
     their values, but not through `.data`); other attributes of modules, such as sparse masks, configurations and
-    forward hooks (`Attributes`); values of a tensor that is a mask. Neither covers global names and closures that the
-    model's Python code reads, nor objects nested inside attributes.
+    forward hooks (`Attributes`); values of a tensor that is a mask. Neither the key nor these checks cover global names
+    and closures that the model's Python code reads, nor objects nested inside attributes.
 
     Args:
         call: the compiled model's call.
@@ -85,7 +85,7 @@ class CudaGraphRunner:
         """The model's result."""
         return self._run(None, args, kwargs)
 
-    def under(self, mask: Mask, **kwargs: Any) -> Any:
+    def call_with_mask(self, mask: Mask, **kwargs: Any) -> Any:
         """The result of `call(mask=mask, **kwargs)`, whose attention is under documents that differ from call to call.
 
         Each replay fills the lists of the mask. A recording serves masks made of `mask` by `&`; see `replaced_masks`.
@@ -99,17 +99,19 @@ class CudaGraphRunner:
             return call(*args, **kwargs)
         with self._lock:
             recorded = self._recorded.get(key)
-            # The replay starts before the comparison, so that the host compares weights while the GPU computes.
+            # The replay starts before the comparison, so that the host compares weights while the GPU computes. Memory
+            # that it reads stays allocated, and its result is dropped if anything changed.
             out = None if recorded is None else recorded.replayed(mask, tensors)
             changed = self._changed(recorded)
-            is_filled = recorded is None or recorded.is_filled()
+            mask_is_filled = recorded is None or recorded.mask_is_filled()
             if changed:
                 self._forget()
             elif recorded is not None:
                 self._recorded.move_to_end(key)
-                if is_filled:
+                if mask_is_filled:
                     return out
-            elif key in self._seen and (recorded := self._second(key, call, mask, args, kwargs)) is not None:
+                # The lists cannot hold this mask: the call runs unrecorded, under a plan of its mask.
+            elif key in self._seen and (recorded := self._record(key, call, mask, args, kwargs)) is not None:
                 return recorded.replay(tensors)
         versions = self._weights.versions()
         out = call(*args, **kwargs)
@@ -125,7 +127,7 @@ class CudaGraphRunner:
         masks = () if recorded is None else recorded.masks
         return weights or attributes or any(mask.frozen() != then for mask, then in masks)
 
-    def _second(
+    def _record(
         self, key: Hashable, call: Callable[..., Any], mask: Mask | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Recorded | None:
         """A new recording; None, for good, if there cannot be one."""
@@ -138,7 +140,7 @@ class CudaGraphRunner:
             changing = nullcontext() if mask is None else replacing(mask)
             with no_autocast_cache(), noting_masks() as masks, changing as replaced:
                 recorded = _Recorded(self._recorder(call, args, kwargs), masks, replaced)
-            if not recorded.is_filled():
+            if not recorded.mask_is_filled():
                 raise UnsupportedError("a key that no query sees comes before seen ones", {})
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
             self._failed.add(key)
@@ -162,7 +164,7 @@ class _Recorded(NamedTuple):
     Attributes:
         replay: runs it.
         masks: the masks that may change under which it was recorded.
-        replaced: the mask that is another one in each replay, if there is one.
+        replaced: the mask that changes between replays, if there is one.
     """
 
     replay: Replay
@@ -175,7 +177,7 @@ class _Recorded(NamedTuple):
             return self.replay(tensors)
         return self.replay(tensors, partial(self.replaced.fill, mask))
 
-    def is_filled(self) -> bool:
+    def mask_is_filled(self) -> bool:
         """Whether the last replay, or the recording, was under the mask that was given."""
         return self.replaced is None or self.replaced.holds_mask()
 

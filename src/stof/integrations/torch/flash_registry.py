@@ -65,7 +65,7 @@ def _refuse(dropout_p: float, **options: Any) -> None:
 
 
 def _no_random_numbers(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of dropout, and its mask, in calls without dropout."""
+    """`rng_state`, an unused tensor and `debug_attn_mask` of calls without dropout."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
@@ -76,7 +76,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
         return attention(q.detach(), k.detach(), v.detach(), mask, scale=scale, return_lse=True)
 
 
-def _differentiate(
+def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float | None
 ) -> Gradients:
     if is_empty(q, k):
@@ -107,17 +107,21 @@ def _sdpa_backward(
     del cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset
     _refuse(dropout_p)
     mask = causal() if is_causal else full()
-    return _differentiate(grad_out, query, key, value, out, logsumexp, mask, scale)
+    return _backward(grad_out, query, key, value, out, logsumexp, mask, scale)
 
 
 def _mask_of(
     q: Tensor, k: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, is_causal: bool, left: int | None,
     right: int | None, seqused_k: Tensor | None = None,
 ) -> Mask:  # fmt: skip
-    """The mask of `[total, H, D]` sequences; without boundaries, q and k are one each."""
+    """The mask of sequences in `[total, H, D]`."""
     window = tuple(-1 if side is None else side for side in (left, right))
     if cum_seq_q is None or cum_seq_k is None:
-        cum_seq_q, cum_seq_k = (torch.tensor([0, x.shape[0]]) for x in (q, k))
+        raise UnsupportedError(
+            "stof as PyTorch's flash attention takes sequences with cum_seq_q and cum_seq_k; call "
+            "F.scaled_dot_product_attention for dense tensors",
+            {},
+        )
     return mask_of_sequences(q, k, cum_seq_q, cum_seq_k, causal=is_causal, window_size=window, seqused_k=seqused_k)
 
 
@@ -149,7 +153,7 @@ def _flash_backward(
     _refuse(dropout_p)
     mask = _mask_of(query, key, cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right)
     d_out, q, k, v, o = map(_in_batch, (grad_out, query, key, value, out))
-    dq, dk, dv = (x[0].transpose(0, 1) for x in _differentiate(d_out, q, k, v, o, logsumexp[None], mask, scale))
+    dq, dk, dv = (x[0].transpose(0, 1) for x in _backward(d_out, q, k, v, o, logsumexp[None], mask, scale))
     return dq, dk, dv
 
 

@@ -136,7 +136,7 @@ class _State:
         if self.recorded is None or self.recorded[0] is not encoder:
             return self.compiled(encoder, attention_mask=given.after_check(breaks_graphs=True), **arguments)
         assert isinstance(given.mask, Mask)
-        return self.recorded[1].under(given.mask, **arguments)
+        return self.recorded[1].call_with_mask(given.mask, **arguments)
 
 
 def _masked_call(forward: Callable[..., Any], encoder: Any, *, mask: Mask, **arguments: Any) -> Any:
@@ -217,12 +217,12 @@ def _packed(
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
     is_token = mask != 0
-    # Calls without padding are compiled as well.
-    usual = begins_with_tokens(is_token) if state.compiled is not None else has_right_padding(is_token)
-    usual &= (mask <= 1).all()
+    # With compilation, batches without padding are packed too, so that compiled code runs them.
+    can_pack = begins_with_tokens(is_token) if state.compiled is not None else has_right_padding(is_token)
+    can_pack &= (mask <= 1).all()
     if state.padding is not None:
-        usual &= ~(is_token & (ids == state.padding)).any()
-    if not usual:
+        can_pack &= ~(is_token & (ids == state.padding)).any()
+    if not can_pack:  # waits for the device
         return None
     first_position = 0 if state.padding is None else state.padding + 1
     per_token: dict[str, Any] = tensors
@@ -231,8 +231,12 @@ def _packed(
 
 
 def _graph_tokens(tokens: int) -> int:
-    """A number of tokens, rounded up to a multiple of 64 and of a sixteenth of the next power of two."""
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
+    """A number of tokens, rounded up to a multiple of 256 and of a sixteenth of the next power of two.
+
+    Up to 16,384 tokens these are 32 numbers, as many as are recorded (`MOST_RECORDED`). Above 4096 tokens, padding is
+    4 % on average.
+    """
+    step = max(256, 1 << max(0, (tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
 
 

@@ -155,7 +155,7 @@ class TileFill:
         tiles, partial, later_seen = (number - 1 for number in self._mailbox.read(_RESULTS))
         return None if later_seen or self._too_many(tiles, partial) else (tiles, partial)
 
-    def most(self) -> tuple[int, int] | None:
+    def max_counts(self) -> tuple[int, int] | None:
         """As `counts`, without a wait: the numbers of tiles if every tile is partial."""
         tiles = self._blocks * self._columns
         return None if self._too_many(tiles, tiles) else (tiles, tiles)
@@ -171,7 +171,7 @@ class TileFill:
         """Write the lists.
 
         Args:
-            tiles, partial: of `counts` or `most`.
+            tiles, partial: of `counts` or `max_counts`.
             every_column: whether `FilledTiles.columns` lists every column of a tile.
         """
         width = self._block_n if every_column else 1
