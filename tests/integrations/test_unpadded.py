@@ -16,6 +16,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    ModernBertConfig,
+    ModernBertModel,
     RobertaConfig,
     RobertaModel,
 )
@@ -23,6 +25,7 @@ from transformers import (
 import stof
 from stof import masks
 from stof.errors import ArgumentError, ShapeError, UnsupportedError
+from stof.integrations.torch.cuda_graphs import MOST_RECORDED
 from tests.integrations import models
 
 hf = pytest.importorskip("stof.integrations.transformers")
@@ -37,6 +40,13 @@ SIZES = {
 
 def _roberta() -> Any:
     return RobertaModel(RobertaConfig(**SIZES, pad_token_id=1)).eval()
+
+
+def _modernbert() -> Any:
+    sizes = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
+    special = {f"{name}_token_id": 1 for name in ("pad", "bos", "eos", "cls", "sep")}
+    layers = {"local_attention": 6, "global_attn_every_n_layers": 2}
+    return ModernBertModel(ModernBertConfig(**sizes, **special, **layers)).eval()
 
 
 def _inputs(side: str = "right", lengths: tuple[int, ...] = (5, 16, 12)) -> dict[str, torch.Tensor]:
@@ -153,6 +163,37 @@ def test_optimized(build: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("build", [models.bert, _roberta, _modernbert])
+def test_batches_that_are_widened_for_cuda_graphs(build: Any) -> None:
+    """On a CPU nothing is recorded; batches are padded to the sizes of recordings all the same."""
+    torch.compiler.reset()
+    model = build()
+    padded = copy.deepcopy(model)
+    optimized = stof.optimize(model, unpad=True, cuda_graphs="whole")
+    for lengths in ((5, 16, 12), (16, 16, 16), (1, 16, 3)):  # the second has no padding
+        inputs = _inputs(lengths=lengths)
+        valid = inputs["attention_mask"].bool()
+        extra = {} if build is _modernbert else {"token_type_ids": torch.ones_like(inputs["input_ids"])}
+        if build is _roberta:
+            extra["token_type_ids"].zero_()
+        with torch.no_grad():
+            expected = padded(**inputs, **extra)
+        got, calls = _packed_calls(optimized, inputs | extra)
+        assert calls == 1
+        torch.testing.assert_close(got[0][valid], expected[0][valid], atol=2e-5, rtol=1e-5)
+        assert not got[0][~valid].any()
+        if len(expected) > 1:
+            torch.testing.assert_close(got[1], expected[1], atol=2e-5, rtol=1e-5)
+
+
+def test_sizes_of_recordings() -> None:
+    sizes = [unpadded._graph_tokens(tokens) for tokens in range(1, 16_385)]
+    assert len(set(sizes)) == MOST_RECORDED
+    assert all(0 <= size - tokens < max(256, tokens // 7) for tokens, size in enumerate(sizes, 1))
+    assert all(unpadded._graph_tokens(size) == size for size in sizes)
+
+
 def test_optimized_training() -> None:
     torch.compiler.reset()
     model = BertForSequenceClassification(
