@@ -47,6 +47,8 @@ class Unpadding:
         """Per-token values `[B, S, ...]` in packed order `[R, T, ...]`; `fill` where short rows end."""
         if tuple(values.shape[:2]) != self.padded_shape:
             raise ShapeError(f"per-token values are {list(self.padded_shape)} + [...], got {list(values.shape)}")
+        if self.packed_shape == (1, self.tokens):
+            return values.flatten(0, 1).index_select(0, self.source.to(values.device))[None]
         return _moved(values, self.source, self.target, self.packed_shape, fill)
 
     def unpack(self, values: Tensor, fill: float = 0) -> Tensor:
@@ -85,7 +87,9 @@ def unpad(valid: Tensor, *, max_tokens: int | None = None, first_position: int =
     tokens = sum(lengths)
     source = torch.nonzero_static(valid.flatten(), size=tokens)[:, 0]  # sequences in order, tokens in order
     target = torch.arange(tokens, device=valid.device)
-    position = target - torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=tokens)
+    position = (valid.cumsum(1) - 1).flatten().index_select(0, source)
+    shape = (len(rows), width)
+    position_ids = (position + first_position)[None]
     if len(rows) > 1:
         starts = [0] * len(lengths)
         for number, row in enumerate(rows):
@@ -95,9 +99,9 @@ def unpad(valid: Tensor, *, max_tokens: int | None = None, first_position: int =
         target = position + torch.repeat_interleave(
             torch.tensor(starts, device=valid.device), counts, output_size=tokens
         )
-    shape = (len(rows), width)
+        position_ids = position.new_zeros(shape).view(-1).index_put_((target,), position_ids[0]).view(shape)
     return Unpadding(
-        position_ids=position.new_zeros(shape).view(-1).index_put_((target,), position + first_position).view(shape),
+        position_ids=position_ids,
         mask=_documents([[lengths[sequence] for sequence in row] for row in rows], width),
         lengths=tuple(lengths),
         padded_shape=(int(valid.shape[0]), int(valid.shape[1])),

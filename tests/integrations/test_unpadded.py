@@ -163,7 +163,7 @@ def test_optimized(build: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", [models.bert, _roberta, _modernbert])
 def test_batches_that_are_widened_for_cuda_graphs(build: Any) -> None:
     """On a CPU nothing is recorded; batches are padded to the sizes of recordings all the same."""

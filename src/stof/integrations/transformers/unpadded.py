@@ -226,7 +226,7 @@ def _packed(
         return None
     first_position = 0 if state.padding is None else state.padding + 1
     per_token: dict[str, Any] = tensors
-    batch = pack(ids, is_token.long(), first_position=first_position, **per_token)
+    batch = pack(ids, is_token, first_position=first_position, **per_token)
     return batch.widened(_graph_tokens(batch.tokens)) if state.recorded is not None else batch, options
 
 
