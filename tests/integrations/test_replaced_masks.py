@@ -16,7 +16,7 @@ from stof.integrations.torch.cuda_graphs import CudaGraphRunner, _copy_in
 from stof.masks import Mask
 from stof.masks.compose import And
 from stof.plans import replaced_masks
-from stof.plans.replaced_masks import replaced_mask, replacing
+from stof.plans.replaced_masks import ReplacedMask, replaced_mask, replacing
 
 WINDOW = masks.sliding_window(9, 9)
 
@@ -164,7 +164,19 @@ def test_other_masks_and_plans_are_refused() -> None:
     x = torch.randn(1, 2, 60, 4)
     plan = stof.plan(DOCUMENTS[0], 60)
     with replacing(DOCUMENTS[0]), torch.no_grad():
-        for other in (masks.causal(), WINDOW, DOCUMENTS[0] | WINDOW, ~DOCUMENTS[0], DOCUMENTS[1], plan, None):
+        for other in (
+            masks.causal(),
+            WINDOW,
+            DOCUMENTS[0] | WINDOW,
+            ~DOCUMENTS[0],
+            DOCUMENTS[1],
+            DOCUMENTS[0] & DOCUMENTS[0],
+            plan,
+            DOCUMENTS[0] & DOCUMENTS[1],
+            DOCUMENTS[0] & masks.sink_tokens(3),
+            DOCUMENTS[0] & (DOCUMENTS[0] | WINDOW),
+            None,
+        ):
             with pytest.raises(UnsupportedError, match="other documents"):
                 stof.attention(x, x, x, other)
     assert stof.attention(x, x, x, plan).shape == x.shape
@@ -176,9 +188,14 @@ def test_other_devices_are_refused() -> None:
         stof.attention(x, x, x, DOCUMENTS[0])
 
 
+def _fail_within(inner: ReplacedMask) -> None:
+    assert replaced_mask() is inner
+    raise ZeroDivisionError
+
+
 def test_blocks_nest_and_end_with_errors() -> None:
     with replacing(DOCUMENTS[0]) as outer:
         with pytest.raises(ZeroDivisionError), replacing(DOCUMENTS[1]) as inner:
-            assert replaced_mask() is inner and 1 / 0  # noqa: PT018
+            _fail_within(inner)
         assert replaced_mask() is outer
     assert replaced_mask() is None

@@ -1,7 +1,7 @@
 """A documents mask that changes between the replays of a CUDA graph, and the plans that are filled before a replay.
 
-The mask may be intersected with masks that stay. The lists of a plan have room for the tiles of any mask, so filling
-them needs no wait: no memory is allocated by the number of tiles.
+The mask may be intersected with masks by distance, which stay. The lists of a plan have room for the tiles of any mask,
+so filling them needs no wait: no memory is allocated by the number of tiles.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch import Tensor
 from stof.errors import UnsupportedError, shown
 from stof.kernels.hopper.filled_lists import FilledTileLists, prepare_filled
 from stof.kernels.hopper.prepare import PreparedTiles
+from stof.kernels.implementation import tensors_of
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask
+from stof.masks.aligned import not_by_distance
 from stof.masks.compose import And
 from stof.plans.calls import call_sizes_of
 from stof.plans.filled import counted_choice
 from stof.plans.kept_choices import KeptChoices
 from stof.plans.plan import Plan
-from stof.runtime.memory import current_device, made_for_calls, refuse_capture
+from stof.runtime.memory import current_device, made_for_calls, record_streams, refuse_capture
 from stof.selection import CallSpec, KernelChoice, MaskGeometry
 
 # Most bytes of the bitmaps of one plan, which has room for a bitmap of every tile.
@@ -46,14 +48,15 @@ class ReplacedMask:
         """The plan of a call, made by the first such call.
 
         Raises:
-            UnsupportedError: the call uses a plan, or a mask that does not contain the replaced one. A replay would
-                keep the mask of the recording.
+            UnsupportedError: the call uses a plan, or a mask that is not the replaced one, alone or intersected with
+                masks by distance. A replay would keep what the recording knew of the replaced one.
         """
         parts = mask.masks if isinstance(mask, And) else (mask,)
-        if self._mask not in parts:
+        others = [part for part in parts if part != self._mask]
+        if len(others) != len(parts) - 1 or any(not_by_distance(part) is not None for part in others):
             raise UnsupportedError(
                 f"a call under {shown(mask)} is recorded in a CUDA graph whose replays have other documents, and only "
-                "masks made of the documents by & can be replaced",
+                "the documents can be replaced, alone or intersected by & with masks by distance",
                 {},
             )
         key = (mask.key, q.shape[:3], k.shape[2], q.device)
@@ -87,6 +90,7 @@ class _FilledPlan(Plan):
         self._parts, self._place = parts, place
         self._lists: list[tuple[FilledTiles, FilledTileLists]] = []
         self._fills: list[TileFill | None] = []
+        self._streams: set[int] = set()
         sizes: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "device": q.device}
         self._sizes = {"q_len": q.shape[2], "kv_len": k.shape[2], **sizes}
         geometry = MaskGeometry(self._with(parts[place]), **self._sizes)
@@ -136,10 +140,13 @@ class _FilledPlan(Plan):
     def fill(self, replacement: Mask) -> None:
         """Fill all lists for the mask with another documents mask in it."""
         geometry = MaskGeometry(self._with(replacement), **self._sizes)
+        geometry.mask.check(self.q_len, self.kv_len)
+        record_streams(tensors_of(list(self._prepared.values())), self.device, self._streams)
         self._fills = []
         with current_device(self.device):
             for tiles, lists in self._lists:
-                fill = _start_fill(geometry, lists.block_m, lists.block_n, self.device)
+                same_sizes = geometry.dims == (self.mask_batch, self.mask_heads)
+                fill = _start_fill(geometry, lists.block_m, lists.block_n, self.device) if same_sizes else None
                 self._fills.append(fill)
                 if fill is not None:
                     fill.write_again(tiles)

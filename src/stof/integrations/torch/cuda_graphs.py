@@ -88,7 +88,7 @@ class CudaGraphRunner:
     def call_with_mask(self, mask: Mask, **kwargs: Any) -> Any:
         """The result of `call(mask=mask, **kwargs)`, whose attention is under documents that differ from call to call.
 
-        Each replay fills the lists of the mask. A recording serves masks made of `mask` by `&`; see `replaced_masks`.
+        Each replay fills the lists of the mask; see `replaced_masks`.
         """
         return self._run(mask, (), kwargs)
 
@@ -97,6 +97,7 @@ class CudaGraphRunner:
         call = self._call if mask is None else partial(self._call, mask=mask)
         if key is None or self._module.training or torch.compiler.is_compiling() or _capturing(tensors[0]):
             return call(*args, **kwargs)
+        key = mask is None, key
         with self._lock:
             recorded = self._recorded.get(key)
             # The replay starts before the comparison, so that the host compares weights while the GPU computes. Memory

@@ -55,10 +55,11 @@ def register_flash_attention() -> None:
 
 
 def _refuse(dropout_p: float, **options: Any) -> None:
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if dropout_p or given:
+    refused = ["dropout"] * bool(dropout_p)
+    refused += [name for name, value in options.items() if value is not None and value is not False]
+    if refused:
         raise UnsupportedError(
-            f"stof as PyTorch's flash attention has no {', '.join(['dropout'] * bool(dropout_p) + given)}; call "
+            f"stof as PyTorch's flash attention has no {', '.join(refused)}; call "
             "stof.attention, which has dropout, or torch.nn.attention.restore_flash_attention_impl()",
             {},
         )

@@ -108,8 +108,8 @@ def make_mask(
 
 _window_outside_graphs = torch.compiler.disable(
     recognize_window,
-    reason="compiled code that may be differentiated reads sliding windows outside of its graph; call the model under "
-    "torch.no_grad(), or compile it without fullgraph=True",
+    reason="compiled code that may be differentiated, or that leaves out padding, reads sliding windows outside of its "
+    "graph; call the model under torch.no_grad(), or compile it without fullgraph=True",
 )
 
 

@@ -78,7 +78,7 @@ def compile_packed_calls(
         state: _State | None = vars(part).get(_STATE)
         if state is not None:
             # The function of the class, because shallow copies of the model have the same state.
-            kind: type[_Unpadding] = type(part)  # type: ignore[assignment]
+            kind: Any = type(part)
             state.compiled = compiler(kind._stof_unpadded_class.forward)
             call = functools.partial(_masked_call, state.compiled, part)
             state.recorded = None if recorder is None else (part, recorder(call, part))
@@ -132,18 +132,18 @@ class _State:
         """
         if self.compiled is None:
             return padded(**arguments)
-        given: ModelMask = arguments.pop("attention_mask")
+        attention_mask: ModelMask = arguments.pop("attention_mask")
         if self.recorded is None or self.recorded[0] is not encoder:
-            return self.compiled(encoder, attention_mask=given.after_check(breaks_graphs=True), **arguments)
-        assert isinstance(given.mask, Mask)
-        return self.recorded[1].call_with_mask(given.mask, **arguments)
+            return self.compiled(encoder, attention_mask=attention_mask.after_check(breaks_graphs=True), **arguments)
+        assert isinstance(attention_mask.mask, Mask)
+        return self.recorded[1].call_with_mask(attention_mask.mask, **arguments)
 
 
 def _masked_call(forward: Callable[..., Any], encoder: Any, *, mask: Mask, **arguments: Any) -> Any:
     """The output of an encoder that keeps packed sequences apart, for a batch in one row."""
     width = arguments["input_ids"].shape[1]
-    given = ModelMask(mask, (1, 1, width, width), includes_model_mask=False)
-    return forward(encoder, attention_mask=given.after_check(breaks_graphs=True), **arguments)
+    attention_mask = ModelMask(mask, (1, 1, width, width), includes_model_mask=False)
+    return forward(encoder, attention_mask=attention_mask.after_check(breaks_graphs=True), **arguments)
 
 
 @functools.cache
