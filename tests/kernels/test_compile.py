@@ -51,7 +51,7 @@ SPILLS = {
     "backward dropout": (160, 352),
     "backward sums": (0, 32),
     "fill": (0, 64),
-    "layout": (32, 64),
+    "layout": (32, 48),
 }
 # What differs on an sm_90 from Triton 3.9 on, which compiles for it by ptxas 13.4 (docs/versions.md).
 NEWER_SPILLS = {

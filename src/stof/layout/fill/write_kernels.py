@@ -158,14 +158,15 @@ def _write_rest(
     blocks, patterns, kv_len, entries, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Write what is not of one group: pointers; of lists, also the tiles past the end and bitmaps of every mask."""
+    tl.store(pointers_ptr, 0)
     for first in range(0, blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
         exists = block < blocks
-        tl.store(pointers_ptr + block, tl.load(begin_ptr + blocks + block, mask=exists), mask=exists)
-        tl.store(partial_count_ptr + block, tl.load(count_ptr + block, mask=exists), mask=exists)
-    last = blocks - 1
-    tiles = tl.load(begin_ptr + blocks + last) + tl.load(count_ptr + last) + tl.load(count_ptr + blocks + last)
-    tl.store(pointers_ptr + blocks, tiles)
+        partial = tl.load(count_ptr + block, mask=exists)
+        tl.store(partial_count_ptr + block, partial, mask=exists)
+        begin = tl.load(begin_ptr + blocks + block, mask=exists)
+        end = begin + partial + tl.load(count_ptr + blocks + block, mask=exists)
+        tl.store(pointers_ptr + block + 1, end, mask=exists)
     if patterns == 1:
         for first in range(0, entries, CHUNK):
             entry = first + tl.arange(0, CHUNK)
@@ -173,6 +174,8 @@ def _write_rest(
     if not LAYOUT:
         # TMA fills tiles past the last key with zeros; lists of all columns are read, and must name keys.
         n = tl.arange(0, WIDTH)
+        last = blocks - 1
+        tiles = tl.load(begin_ptr + blocks + last) + tl.load(count_ptr + last) + tl.load(count_ptr + blocks + last)
         for spare in tl.static_range(3):
             past = kv_len if WIDTH == 1 else 0
             tl.store(columns_ptr + (tiles + spare).to(tl.int64) * WIDTH + n, tl.zeros([WIDTH], tl.int32) + past)
