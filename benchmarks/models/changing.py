@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import stof
 from benchmarks.attention.changing_masks import drawn_ends
+from benchmarks.models.flattened import flattened, use_varlen
 from benchmarks.models.training import gradients_of, loss_of
 from benchmarks.step_times import Budget, StepRow, WrongResultError, forget, measured
 from stof.errors import ArgumentError, shown
@@ -40,9 +41,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 TRAINED = ("llama", "gemma3")
 # Ways to train, and to infer, and those of GPUs alone.
 _TRAINING_WAYS = ("stof", "flex", "sdpa")
-_INFERENCE_WAYS = ("stof", "stof-unpad", "stof-unpad-whole", "stof-whole", "sdpa", "sdpa-reduce-overhead")
+_INFERENCE_WAYS = (
+    "stof", "stof-unpad", "stof-unpad-whole", "stof-whole", "sdpa", "sdpa-reduce-overhead", "varlen", "varlen-compile"
+)  # fmt: skip
 MODEL_WAYS = tuple(dict.fromkeys((*_TRAINING_WAYS, *_INFERENCE_WAYS)))
-_GPU_WAYS = ("flex", "stof-unpad-whole", "stof-whole", "sdpa-reduce-overhead")
+_FLATTENED_WAYS = ("varlen", "varlen-compile")
+_GPU_WAYS = ("flex", "stof-unpad-whole", "stof-whole", "sdpa-reduce-overhead", *_FLATTENED_WAYS)
 # The least cosines of all gradients, and of each token's output, to those in float32.
 _GRADIENTS, _TOKEN = 0.98, 0.99
 
@@ -136,6 +140,9 @@ def _changed(exact: Any, way: str, dtype: torch.dtype) -> Any:
         model.set_attn_implementation("flex_attention")
     elif way == "sdpa-reduce-overhead":
         return torch.compile(model, mode="reduce-overhead", dynamic=False)
+    elif way in _FLATTENED_WAYS:
+        use_varlen(model)
+        return model if way == "varlen" else torch.compile(model, dynamic=True)
     elif way == "stof-whole":
         return stof.optimize(model, dynamic=False, cuda_graphs="whole")
     elif way == "stof-unpad-whole":
@@ -219,10 +226,13 @@ class _Training:
 
 
 class _Inference:
-    """Forward passes of batches padded on the right, a `benchmarks.step_times.Subject`."""
+    """Forward passes of batches padded on the right, a `benchmarks.step_times.Subject`.
+
+    Batches of `varlen_attn` are flattened before a step, as by the collator of a data loader.
+    """
 
     def __init__(self, case: ModelCase, way: str, exact: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.case, self.exact, self.device = case, exact, device
+        self.case, self.way, self.exact, self.device = case, way, exact, device
         self.model = _changed(exact, way, dtype)
         self.generator = torch.Generator().manual_seed(zlib.crc32(case.model.encode()))
         self.inputs: dict[str, Tensor] = {}
@@ -234,10 +244,14 @@ class _Inference:
         mask = (torch.arange(case.seq) < lengths).long()
         ids = torch.where(mask.bool(), ids, 1)  # RoBERTa's padding
         self.inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        self.flattened: dict[str, Any] | None = None
+        if self.way in _FLATTENED_WAYS:
+            first = 2 if case.model == "roberta" else 0
+            self.flattened = flattened(ids, lengths[:, 0], first, self.device)
 
     def step(self) -> Tensor:
         with torch.no_grad():
-            out: Tensor = self.model(**self.inputs)[0]
+            out: Tensor = self.model(**(self.flattened or self.inputs))[0]
             return out
 
     again = step
@@ -245,4 +259,7 @@ class _Inference:
     def check(self, result: Any, step: int) -> float:
         with torch.no_grad():
             expected = self.exact(**self.inputs)[0]
+        if self.flattened is not None:
+            tokens, result = result[0], torch.zeros_like(expected)
+            result[self.inputs["attention_mask"].bool()] = tokens.float()
         return _check_tokens(result, expected, self.inputs["attention_mask"].bool(), step)

@@ -59,7 +59,7 @@ def _inputs(side: str = "right", lengths: tuple[int, ...] = (5, 16, 12)) -> dict
 
 
 def _packed_calls(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
-    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing, torch.no_grad():
+    with mock.patch.object(unpadded, "_in_one_row", wraps=unpadded._in_one_row) as packing, torch.no_grad():
         return model(**inputs), packing.call_count
 
 
@@ -386,7 +386,7 @@ def test_sentence_transformers(texts_and_model: Any, unpad: bool | None) -> None
     texts, model = texts_and_model
     want = model.encode(texts)
     hf.enable(model, unpad=unpad)
-    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+    with mock.patch.object(unpadded, "_in_one_row", wraps=unpadded._in_one_row) as packing:
         got = model.encode(texts)
     assert packing.call_count == (unpad is not False)
     assert abs(got - want).max() < 1e-5
@@ -398,7 +398,7 @@ def test_sentence_transformers_that_cannot_be_packed(texts_and_model: Any) -> No
     model[0].model = AlbertModel(AlbertConfig(**SIZES | {"vocab_size": 40_000}, embedding_size=16)).eval()
     want = model.encode(texts)
     hf.enable(model)
-    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+    with mock.patch.object(unpadded, "_in_one_row", wraps=unpadded._in_one_row) as packing:
         got = [model.encode(texts) for _ in range(2)]
     assert packing.call_count == 1
     for one in got:
@@ -415,7 +415,7 @@ def test_cross_encoder() -> None:
     pairs = [("a question", "an answer"), ("one more", "a much longer answer to the question"), ("b", "c")]
     want = model.predict(pairs)
     hf.enable(model)
-    with mock.patch.object(unpadded, "pack", wraps=unpadded.pack) as packing:
+    with mock.patch.object(unpadded, "_in_one_row", wraps=unpadded._in_one_row) as packing:
         got = model.predict(pairs)
     assert packing.call_count == 1
     assert abs(got - want).max() < 1e-5

@@ -32,6 +32,8 @@ _CACHE = ("past_key_values", "cache")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _FLATTENED = (*_BOUNDARIES, "max_length_q", "max_length_k")
 _CALL_INFO = "_stof_called"
+# An attribute of models whose `forward` refuses padding masks that number sequences.
+FORWARD_READS_MASKS = "_stof_forward_reads_masks"
 _CAPTURED = "_stof_captured"
 _NUMBERED = (
     "attention_mask [B, tokens] holds values above 1, as where it numbers packed sequences, and stof reads it as "
@@ -135,8 +137,8 @@ def before_forward(
                 {},
             )
         # Dynamo traces the hooks of the compiled module separately; an assertion there would add a graph.
-        if called.is_inner or not tracing:
-            _refuse_numbered_mask(arguments, tracing)
+        if called.is_inner if tracing else not getattr(module, FORWARD_READS_MASKS, False):
+            refuse_numbered_mask(arguments, tracing)
         if packed is None:
             how = called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False)
             packed = _mask_of_boundaries(*how)
@@ -200,7 +202,7 @@ def _cannot_read(values: Tensor, tracing: bool) -> bool:
     return tracing or is_exporting() or (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _refuse_numbered_mask(arguments: dict[str, Any], tracing: bool) -> None:
+def refuse_numbered_mask(arguments: dict[str, Any], tracing: bool = False) -> None:
     """Refuse padding masks with values above 1; compiled code raises an error when it runs."""
     tokens = _tokens(arguments)
     if tokens is not None and tokens.shape[1] == 1:

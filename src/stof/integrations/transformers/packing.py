@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from stof.errors import DtypeError, ShapeError
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.masks import documents
 from stof.unpadding import Unpadding, unpad
 
 
@@ -47,21 +44,6 @@ class PackedBatch(Unpadding):
             "attention_mask": attention_mask,
             **self.extras,
         }
-
-    def widened(self, width: int) -> PackedBatch:
-        """A batch of one row with padding behind its tokens, up to `width`; the padding is a sequence of its own."""
-        assert self.packed_shape[0] == 1
-        room = width - self.packed_shape[1]
-        if not room:
-            return self
-        ends = [*accumulate(length for length in self.lengths if length), width]
-        return replace(
-            self,
-            input_ids=pad(self.input_ids, (0, room)),
-            position_ids=pad(self.position_ids, (0, room)),
-            mask=documents(cu_seqlens=[0, *ends]),
-            extras={name: pad(values, (0, room)) for name, values in self.extras.items()},
-        )
 
 
 def pack(

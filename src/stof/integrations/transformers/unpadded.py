@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from transformers import PreTrainedModel
 from stof.errors import StofError, UnsupportedError
 from stof.integrations.torch.cuda_graphs import CudaGraphRunner
 from stof.integrations.transformers.model_mask import ModelMask
-from stof.integrations.transformers.packed_calls import before_forward
-from stof.integrations.transformers.packing import PackedBatch, pack
+from stof.integrations.transformers.packed_calls import before_forward, refuse_numbered_mask
+from stof.integrations.transformers.packing import PackedBatch
 from stof.integrations.transformers.sparsify import self_attention_layers
-from stof.masks import Mask
+from stof.masks import Mask, documents
 
 _log = logging.getLogger(__name__)
 _STATE = "_stof_unpadding"
@@ -167,6 +168,7 @@ class _Unpadding:
     """The methods of encoders that leave out padding, in front of those of their class."""
 
     _stof_unpadded_class: Any
+    _stof_forward_reads_masks = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (_new, (self._stof_unpadded_class,), *super().__reduce_ex__(protocol)[2:])
@@ -174,11 +176,13 @@ class _Unpadding:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As of the class, on packed batches where they are padded on the right."""
         padded: Callable[..., Any] = super().forward  # type: ignore[misc]
-        state: _State | None = vars(self).get(_STATE)
-        if state is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return padded(*args, **kwargs)
-        packed = _packed(state, _parameters(self._stof_unpadded_class), args, kwargs)
-        if packed is None:
+        state: _State | None = vars(self).get(_STATE)
+        parameters = _parameters(self._stof_unpadded_class)
+        packed = None if state is None else _packed(state, parameters, args, kwargs)
+        if state is None or packed is None:
+            refuse_numbered_mask(dict(zip(parameters, args, strict=False)) | kwargs)
             return padded(*args, **kwargs)
         batch, options = packed
         try:
@@ -216,18 +220,41 @@ def _packed(
     only_token_types = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
-    is_token = mask != 0
+    lengths = right_padded_lengths(mask, ids, state.padding)
     # With compilation, batches without padding are packed too, so that compiled code runs them.
-    can_pack = begins_with_tokens(is_token) if state.compiled is not None else has_right_padding(is_token)
-    can_pack &= (mask <= 1).all()
-    if state.padding is not None:
-        can_pack &= ~(is_token & (ids == state.padding)).any()
-    if not can_pack:  # waits for the device
+    if lengths is None or (state.compiled is None and min(lengths) == ids.shape[1]):
         return None
+    width = sum(lengths) if state.recorded is None else _graph_tokens(sum(lengths))
     first_position = 0 if state.padding is None else state.padding + 1
-    per_token: dict[str, Any] = tensors
-    batch = pack(ids, is_token, first_position=first_position, **per_token)
-    return batch.widened(_graph_tokens(batch.tokens)) if state.recorded is not None else batch, options
+    return _in_one_row(ids, mask, lengths, width, first_position, tensors), options
+
+
+def _in_one_row(
+    ids: Tensor, mask: Tensor, lengths: list[int], width: int, first_position: int, per_token: dict[str, Tensor]
+) -> PackedBatch:
+    """What `pack` returns for a batch padded on the right, in few kernels, with padding behind its tokens.
+
+    Args:
+        ids, mask, per_token: int `[B, S]`.
+        lengths: of `right_padded_lengths`.
+        width: tokens of the row. Those behind the batch's are a sequence of their own, which repeats the first token.
+        first_position: as for `pack`.
+    """
+    tokens = sum(lengths)
+    source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0)[:, 0]
+    positions = source % ids.shape[1] + first_position
+    ends = [*accumulate(lengths, initial=0), *([] if width == tokens else [width])]
+    return PackedBatch(
+        position_ids=positions[None],
+        mask=documents(cu_seqlens=ends),
+        lengths=tuple(lengths),
+        padded_shape=(ids.shape[0], ids.shape[1]),
+        source=source[:tokens],
+        target=torch.arange(tokens, device=ids.device),
+        input_ids=ids.flatten().index_select(0, source)[None],
+        first_position=first_position,
+        extras={name: x.flatten().index_select(0, source)[None] for name, x in per_token.items()},
+    )
 
 
 def _graph_tokens(tokens: int) -> int:
@@ -240,14 +267,24 @@ def _graph_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def has_right_padding(is_token: Tensor) -> Tensor:
-    """Whether there is padding, on the right alone, and a token in each row: bool without dimensions."""
-    return begins_with_tokens(is_token) & ~is_token.all()
+def right_padded_lengths(mask: Tensor, ids: Tensor, padding: int | None) -> list[int] | None:
+    """The number of tokens in each row of a batch padded on the right; waits for the device, once.
 
+    Args:
+        mask: `[B, S]`, 1 at tokens and 0 at padding.
+        ids: int `[B, S]`.
+        padding: a token that no row may have but as padding; None if there is none.
 
-def begins_with_tokens(is_token: Tensor) -> Tensor:
-    """Whether each row has a token, and no padding before one: bool without dimensions."""
-    return (is_token[:, 1:] <= is_token[:, :-1]).all() & is_token[:, 0].all()
+    Returns:
+        None for rows without tokens, other padding, and other values in the mask.
+    """
+    counts = mask.sum(1, dtype=torch.int64)
+    is_token = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
+    wrong = mask != is_token
+    if padding is not None:
+        wrong |= is_token & (ids == padding)
+    *lengths, any_wrong = torch.cat([counts, wrong.any()[None]]).tolist()
+    return None if any_wrong or 0 in lengths else lengths
 
 
 def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:
