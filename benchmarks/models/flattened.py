@@ -28,9 +28,10 @@ def attention(
 
     assert attention_mask is None
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    sizes = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-    rows = (x[0].transpose(0, 1) for x in (q, k, v))
-    out: Tensor = varlen_attn(*rows, *sizes, scale=scaling, window_size=window)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    ends, longest = cu_seq_lens_q, max_length_q
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window)
+    assert isinstance(out, Tensor)
     return out[None], None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,28 @@ def _inputs(side: str = "right", lengths: tuple[int, ...] = (5, 16, 12)) -> dict
 def _packed_calls(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
     with mock.patch.object(unpadded, "_in_one_row", wraps=unpadded._in_one_row) as packing, torch.no_grad():
         return model(**inputs), packing.call_count
+
+
+def test_packed_inputs_are_no_views() -> None:
+    """Dynamo would compile again for the tensors of a recording, which are none."""
+    ids, lengths = torch.arange(32).view(2, 16), [5, 16]
+    mask = (torch.arange(16) < torch.tensor(lengths)[:, None]).long()
+    batch = unpadded._in_one_row(ids, mask, lengths, 24, 2, {"token_type_ids": ids})
+    inputs = batch.model_inputs()
+    assert all(inputs[name]._base is None for name in ("input_ids", "position_ids", "token_type_ids"))
+    assert inputs["input_ids"].tolist() == [[*range(5), *range(16, 32), 0, 0, 0]]
+    assert inputs["position_ids"].tolist() == [[*range(2, 7), *range(2, 18), 2, 2, 2]]
+    assert torch.equal(batch.unpack(inputs["input_ids"]), torch.where(mask.bool(), ids, 0))
+
+
+@pytest.mark.parametrize("value", [2, -1])
+def test_masks_that_number_sequences(value: int) -> None:
+    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
+    inputs["attention_mask"][1, 7:] = value
+    for extra in ({}, {"position_ids": torch.arange(16).expand(3, 16)}):
+        with pytest.raises(UnsupportedError, match="above 1") if value > 1 else nullcontext():
+            _, calls = _packed_calls(model, inputs | extra)
+            assert calls == 0
 
 
 @pytest.mark.parametrize("build", [models.bert, _roberta])

@@ -241,19 +241,19 @@ def _in_one_row(
         first_position: as for `pack`.
     """
     tokens = sum(lengths)
-    source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0)[:, 0]
-    positions = source % ids.shape[1] + first_position
+    source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0).view(1, width)
     ends = [*accumulate(lengths, initial=0), *([] if width == tokens else [width])]
     return PackedBatch(
-        position_ids=positions[None],
+        position_ids=source % ids.shape[1] + first_position,
         mask=documents(cu_seqlens=ends),
         lengths=tuple(lengths),
         padded_shape=(ids.shape[0], ids.shape[1]),
-        source=source[:tokens],
+        source=source[0, :tokens],
         target=torch.arange(tokens, device=ids.device),
-        input_ids=ids.flatten().index_select(0, source)[None],
+        # No views: a compiled model whose inputs are views is compiled again for those of a recording, which are none.
+        input_ids=ids.take(source),
         first_position=first_position,
-        extras={name: x.flatten().index_select(0, source)[None] for name, x in per_token.items()},
+        extras={name: x.take(source) for name, x in per_token.items()},
     )
 
 
