@@ -213,6 +213,44 @@ def backward(
     table_console().print(table)
 
 
+@app.command("block-topk", cls=CheckedCommand)
+def block_topk(
+    shapes: Annotated[str, typer.Option(help="B,H,D,S or B,H,Hkv,D,S,S, separated by spaces.")] = "",
+    blocks: Annotated[str, typer.Option(help="Sizes of blocks, separated by spaces.")] = "64 128",
+    share: Annotated[float, typer.Option(help="Share of all key blocks that a query block takes.")] = 0.1,
+    impls: Annotated[str, typer.Option(help="stof and flex, separated by spaces.")] = "stof flex",
+    dtype: _Dtype = "",
+    device: _Device = "",
+    rounds: _Rounds = 5,
+    output: _Output = None,
+) -> None:
+    """Time both passes under causal blocks chosen at run time, and choosing them; checked against float64 first."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from benchmarks.attention.block_topk import WAYS, topk_rows
+    from benchmarks.results_io import provenance, write_json
+    from stof.testing.mask_grid import Shape
+    from stof.tuning.machine import device_name
+
+    must_be_writable(output)
+    where, precision = _place(device, dtype)
+    wanted = [Shape.parse(text) for text in (shapes or _SHAPES[where.type]).split()]
+    sizes, chosen = integers("--blocks", blocks), names("--impls", impls, WAYS)
+    table = Table(
+        "shape", "block", "implementation", "pass", "us", "TFLOP/s", title=f"Block top-k on {device_name(where)}"
+    )
+    rows = []
+    for row in topk_rows(wanted, sizes, share, chosen, where, precision, rounds):
+        rows.append(row)
+        figures = (row.note, "") if row.us is None else (f"{row.us:.0f}", "" if not row.tflops else f"{row.tflops:.0f}")
+        table.add_row(row.shape, str(row.block), row.impl, row.passes, *figures)
+        if output is not None:
+            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
+    table_console().print(table)
+
+
 @app.command("distributed", cls=CheckedCommand)
 def distributed(
     masks: Annotated[str, typer.Option(help="causal, documents and window, separated by spaces.")] = "",

@@ -12,14 +12,17 @@ from torch import Tensor
 import stof
 from stof import masks
 from stof.dynamic.block_topk.buffers import BlockBuffers
+from stof.dynamic.block_topk.one_pass import OnePassLists
 from stof.dynamic.plan import DynamicPlan
 from stof.errors import KernelError, MaskError
+from stof.kernels.implementation import Gradients
 from stof.masks import Mask
 from stof.selection import CallSpec, KernelChoice
 from stof.selection.select import failures
 from stof.testing import assert_attention
 from tests.gpu.test_calls import captured
 from tests.gpu.test_hopper import HALVES, HOPPER, random_inputs
+from tests.kernels.gradients import assert_gradients, poison
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +84,70 @@ def test_every_shape_of_tiles(size: int, tile: tuple[int, int], split_tiles: int
         scores.copy_(scores_of(seed, 4, 2050, 2050, size, batch=2))
         plan.update(mask)
         check(q, k, v, plan, mask)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("size", "head_dim", "kv_heads"), [(64, 64, 4), (64, 128, 4), (64, 72, 4), (128, 64, 2), (128, 128, 2)]
+)
+def test_gradients(size: int, head_dim: int, kv_heads: int, causal: bool) -> None:
+    """By the one-pass kernel, in every step; what no score reaches holds NaN, and equal calls give equal bits."""
+    for q_len, kv_len in ((1003, 1003), (1024, 700)):
+        plan = None
+        for seed in range(3):
+            mask = masks.block_topk(scores_of(seed, 4, q_len, kv_len, size), 3, block_size=size, causal=causal)
+            keep = mask.to_dense(q_len, kv_len, device="cuda").cpu()
+            q, k, v = random_inputs(
+                dtype=torch.bfloat16, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim, device="cpu"
+            )
+            call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": head_dim**-0.5}
+            call["keep"] = keep
+            poison(call, (2, 4, q_len, kv_len))
+            inputs = [call[name].cuda().requires_grad_() for name in ("q", "k", "v")]
+            d_out = call["d_out"].cuda()
+            plan = plan or stof.dynamic_plan(mask, q_len, kv_len, batch=2, heads=4)
+            plan.update(mask)
+            first = torch.autograd.grad(stof.attention(*inputs, plan), inputs, d_out)
+            assert_gradients(Gradients(*(x.cpu() for x in first), None, None), call)
+            for _ in range(5):
+                again = torch.autograd.grad(stof.attention(*inputs, plan), inputs, d_out)
+                assert all(map(torch.equal, again, first))
+        assert plan is not None
+        plan.check()
+        assert plan._buffers is not None
+        assert [type(lists) for lists in plan._buffers.backward.values()] == [OnePassLists]
+
+
+@pytest.mark.parametrize(("size", "head_dim"), [(64, 128), (64, 64), (128, 128)])
+def test_gradients_are_replayed_with_other_scores(size: int, head_dim: int) -> None:
+    """An update and both passes in one CUDA graph; scores that are NaN make all gradients of a head NaN."""
+    q, k, v = (x.requires_grad_() for x in random_inputs(kv_heads=4, head_dim=head_dim))
+    d_out = torch.randn_like(q)
+    scores = scores_of(0, 4, 1003, 1003, size)
+    mask = masks.block_topk(scores, 5, block_size=size, causal=True)
+    plan = stof.dynamic_plan(mask, 1003, batch=2, heads=4)
+
+    def step() -> tuple[Tensor, ...]:
+        plan.update(mask)
+        return torch.autograd.grad(stof.attention(q, k, v, plan), (q, k, v), d_out)
+
+    graph, gradients = captured(step)
+    for seed in range(1, 4):
+        scores.copy_(scores_of(seed, 4, 1003, 1003, size))
+        graph.replay()
+        torch.cuda.synchronize()
+        call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": d_out, "keep": mask.to_dense(1003, device="cuda")}
+        call = {name: x.detach().cpu() for name, x in call.items()} | {"scale": head_dim**-0.5}
+        assert_gradients(Gradients(*(x.cpu() for x in gradients), None, None), call)
+    plan.check()
+    scores[0, 2, 3, 1] = torch.nan
+    graph.replay()
+    for x in gradients:
+        assert x.isnan().flatten(2).all(-1).tolist() == [[False, False, True, False]] * 2
+        assert not bool(x[:, [0, 1, 3]].isnan().any())
+    with pytest.raises(MaskError, match="batch entry 0, head 2: scores that are NaN"):
+        plan.check()
 
 
 def fixed_to(plan: DynamicPlan, choice: KernelChoice, split_tiles: int) -> None:

@@ -14,7 +14,7 @@ from tests.kernels.assemble import Compiled, assemble
 def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     """Kernels that make work on the device, with types or constants of their parameters, and compile options."""
     from stof.dynamic.block_topk import triton_kernels as fill_blocks
-    from stof.dynamic.block_topk.hopper_kernels import fill_tiles
+    from stof.dynamic.block_topk.hopper_kernels import code_tiles, fill_tiles
     from stof.dynamic.dense import triton_kernels as fill_dense
     from stof.dynamic.vertical_slash import hopper_kernels as hopper_slash
     from stof.dynamic.vertical_slash import tables as fill_slash_tables
@@ -39,6 +39,8 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
         yield fill_tiles, [*[ints] * 7, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
         yield refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
+    for queries, block_size in ((64, 64), (128, 64), (64, 128)):
+        yield code_tiles, ["*i8", *[ints] * 3, *[i] * 7, queries, block_size, True], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}
@@ -100,7 +102,8 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     yield write_work, [*[ints] * 6, *[i] * 7], {}
     for queries in (64, 128):
         yield count_additions, [*[ints] * 4, *[i] * 6, queries], {}
-        yield order_tiles, [*[ints] * 7, "*i8", ints, *[i] * 6, queries], {}
+        for by_code in (False, True):
+            yield order_tiles, [*[ints] * 7, "*i8", ints, *[i] * 6, queries, by_code], {}
 
 
 def device_source(kernel: Any, given: list[Any], arch: int) -> ASTSource:

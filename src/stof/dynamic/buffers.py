@@ -24,9 +24,11 @@ from stof.kernels.triton.work_list import WORK_ITEM, Work
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.runtime.memory import in_capture, outside_graph_pool, tensors_on_host
+from stof.selection import CallSpec
 from stof.selection.mask_geometry import Geometry
 
 if TYPE_CHECKING:
+    from stof.dynamic.block_topk.one_pass import OnePassLists
     from stof.runtime.launch import Launch
 
 # What fills lists, in their order.
@@ -67,7 +69,7 @@ class WorkBuffers(Geometry):
             do.
         pending_fills: those of `filled` that as yet only replays of a captured call fill, in which they were first
             used.
-        backward: lists for gradients, by their tile size; filled by every update.
+        backward: lists for gradients, by their tile size, of the one-pass kernel by its layout; filled by every update.
     """
 
     problem: DynamicSizes
@@ -78,7 +80,7 @@ class WorkBuffers(Geometry):
     filled: dict[Hashable, Launches] = field(default_factory=dict)
     captured_fills: dict[Hashable, Launches] = field(default_factory=dict)
     pending_fills: dict[Hashable, Launches] = field(default_factory=dict)
-    backward: dict[int, BackwardLists] = field(default_factory=dict)
+    backward: dict[int | LayoutConfig, BackwardLists | OnePassLists] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
@@ -133,6 +135,19 @@ class WorkBuffers(Geometry):
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Lists for gradients in tiles of `size` x `size`, to be filled by the next update."""
+        raise NotImplementedError
+
+    def one_pass_refusals(self, call: CallSpec) -> tuple[str, ...]:
+        """Why Hopper's one-pass backward kernel cannot run the gradients of a call under masks like these."""
+        del call
+        return ("of masks made at run time, takes block_topk",)
+
+    def one_pass_lists(self, config: LayoutConfig) -> OnePassLists:
+        """Lists for that kernel, in tiles of a layout of the transposed mask, to be filled by the next update.
+
+        Raises:
+            UnfitLayoutError: too many tiles.
+        """
         raise NotImplementedError
 
     def use_work(self, captured: bool) -> None:

@@ -1,16 +1,24 @@
-"""Backward passes under dynamic plans: updates fill lists of fixed size, which the Triton kernels read."""
+"""Backward passes under dynamic plans: updates fill the lists of fixed size that the kernels read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from stof.dynamic.buffers import BLOCK_WISE, WorkBuffers
+from stof.dynamic.backward_lists import BackwardLists
+from stof.dynamic.block_topk.one_pass import OnePassLists
+from stof.dynamic.buffers import BLOCK_WISE, HOPPER, WorkBuffers
 from stof.errors import UnsupportedError
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.backward_lists import LAYOUTS
+from stof.kernels.hopper.backward_lists import BackwardLists as OnePass
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.layout import LayoutConfig
 from stof.plans.backward import PlanGradients
 from stof.plans.plan import Plan
+from stof.runtime.memory import outside_graph_pool
 from stof.selection import IMPLEMENTATIONS, CallSpec
 from stof.selection.backward_tilings import BackwardTiling
 from stof.selection.resources import head_dim_class
@@ -33,32 +41,67 @@ class DynamicGradients(PlanGradients):
         self._buffers = buffers
 
     def choices(self, call: CallSpec) -> list[tuple[str, BackwardTiling]]:
-        """Return the only choice: the Triton kernels, in the tile size that suits the call.
+        """Return the only choice: Hopper's one-pass kernel where it serves, or else the Triton kernels.
 
         Raises:
-            UnsupportedError: they refuse the call.
+            UnsupportedError: both refuse the call.
         """
-        name, backward = BLOCK_WISE, IMPLEMENTATIONS[BLOCK_WISE].backward
+        reasons = {}
+        for name, tiling, refusals in (self._one_pass(call), self._two_passes(call)):
+            if (name, tiling) in self._failed:
+                refusals.append(self._failed[name, tiling])
+            if not refusals:
+                return [(name, tiling)]
+            reasons[name] = refusals
+        raise UnsupportedError("no implementation can compute gradients under this dynamic plan", reasons)
+
+    def _one_pass(self, call: CallSpec) -> tuple[str, BackwardTiling, list[str]]:
+        """Hopper's kernel, its tiles, and why it does not serve."""
+        backward = IMPLEMENTATIONS[HOPPER].backward
+        assert backward is not None
+        refusals = [*backward.capabilities.refusals(call), *self._buffers.one_pass_refusals(call)]
+        layout = LAYOUTS[min(head_dim_class(call.head_dim, call.value_dim), max(LAYOUTS))]
+        return HOPPER, BackwardTiling(dkv_layout=(layout, None)), refusals
+
+    def _two_passes(self, call: CallSpec) -> tuple[str, BackwardTiling, list[str]]:
+        """The Triton kernels, their tiles, and why they do not serve."""
+        backward = IMPLEMENTATIONS[BLOCK_WISE].backward
         assert backward is not None
         size = self._buffers.backward_size(tile_size(call))
         layout = LayoutConfig(size, size), None
-        choice = name, BackwardTiling(layout, layout, KERNEL, KERNEL)
-        reasons = list(backward.capabilities.refusals(call))
+        refusals = list(backward.capabilities.refusals(call))
         if call.has_bias:
-            reasons.append("no gradients of calls with a bias where tiles are made at run time")
-        if choice in self._failed:
-            reasons.append(self._failed[choice])
-        if reasons:
-            raise UnsupportedError("no implementation can compute gradients under this dynamic plan", {name: reasons})
-        return [choice]
+            refusals.append("no gradients of calls with a bias where tiles are made at run time")
+        return BLOCK_WISE, BackwardTiling(layout, layout, KERNEL, KERNEL), refusals
 
-    def prepared(self, name: str, tiling: BackwardTiling) -> PreparedBackward:
-        """Return the lists in a choice's tile size; `DynamicPlan.prepare_backward` has made them."""
-        del name  # that of `choices`
-        assert tiling.dq_layout is not None
-        lists = self._buffers.backward.get(tiling.dq_layout[0].block_m)
+    def make_lists(self, name: str, tiling: BackwardTiling) -> None:
+        """Make the lists of a choice, to be filled by the next update."""
+        buffers, key = self._buffers, _key(name, tiling)
+        make: Callable[[], BackwardLists | OnePassLists] = (
+            partial(buffers.backward_lists, key) if isinstance(key, int) else partial(buffers.one_pass_lists, key)
+        )
+        buffers.backward[key] = outside_graph_pool(buffers.flags.device, make)
+
+    def has_lists(self, name: str, tiling: BackwardTiling) -> bool:
+        """Whether the lists of a choice were made."""
+        return _key(name, tiling) in self._buffers.backward
+
+    def prepared(self, name: str, tiling: BackwardTiling) -> PreparedBackward | OnePass:
+        """Return the lists of a choice; `DynamicPlan.prepare_backward` has made them."""
+        lists = self._buffers.backward.get(_key(name, tiling))
         if lists is None:
             raise UnsupportedError(
                 "the call was not made by stof.attention, which makes the lists for its gradients", {}
             )
+        if isinstance(lists, OnePassLists):
+            return lists.lists
         return PreparedBackward(lists.dq, KERNEL, lists.dkv, KERNEL)
+
+
+def _key(name: str, tiling: BackwardTiling) -> int | LayoutConfig:
+    """The key of a choice's lists in `WorkBuffers.backward`."""
+    if name == HOPPER:
+        assert tiling.dkv_layout is not None
+        return tiling.dkv_layout[0]
+    assert tiling.dq_layout is not None
+    return tiling.dq_layout[0].block_m

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from stof.masks.tensors import DenseMask, as_mask, dense_view
 from stof.plans.calls import call_sizes_of
 from stof.plans.plan import Plan
 from stof.runtime import streams
-from stof.runtime.memory import in_capture, outside_graph_pool, record_streams, tensors_on_host
+from stof.runtime.memory import in_capture, record_streams, tensors_on_host
 from stof.runtime.recomputation import Changes
 from stof.runtime.streams import Update
 from stof.selection import IMPLEMENTATIONS, CallSpec, Candidate, KernelChoice, first_of, weighed
@@ -252,9 +251,8 @@ class DynamicPlan(Plan):
             )
         if self._buffers is None:
             return
-        _, tiling = self.gradients.choices(call)[0]
-        size = tiling.dq_layout[0].block_m
-        if size in self._buffers.backward:
+        name, tiling = self.gradients.choices(call)[0]
+        if self.gradients.has_lists(name, tiling):
             return
         if self._captured or in_capture():
             raise UnsupportedError(
@@ -263,7 +261,7 @@ class DynamicPlan(Plan):
                 {},
             )
         with torch.cuda.device(self.device):
-            self._buffers.backward[size] = outside_graph_pool(self.device, partial(self._buffers.backward_lists, size))
+            self.gradients.make_lists(name, tiling)
             self._streams.clear()  # the new lists were recorded on none
             self._fill(self._buffers, self._mask, False, streams.stream_id())
             self._updates[False] = Update.here()

@@ -9,6 +9,7 @@ in the lists, what each item computes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from stof.dynamic.backward_lists import BackwardLists, empty_tiles
 from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
+from stof.dynamic.block_topk.one_pass import OnePassLists, one_pass_lists
 from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK
 from stof.kernels.hopper.config import RUN
 from stof.kernels.hopper.tile_lists import TileLists, oob_column
 from stof.kernels.packed_integers import run_column
@@ -28,6 +31,7 @@ from stof.layout import LayoutConfig
 from stof.layout import bitmaps as bits
 from stof.layout.survey import TileCounts
 from stof.masks.dynamic import NOT_A_NUMBER
+from stof.selection import CallSpec
 
 if TYPE_CHECKING:
     from stof.runtime.launch import Launch
@@ -61,6 +65,15 @@ class BlockBuffers(WorkBuffers):
     count: Tensor
     bad: Tensor
 
+    @cached_property
+    def taken(self) -> Tensor:
+        """int8 `[P, query blocks, key blocks + 1]`, 1 where a block is chosen; the last column is of none.
+
+        Filled for lists of backward passes.
+        """
+        key_blocks = -(-self.problem.kv_len // self.block_size)
+        return torch.zeros(*self.count.shape, key_blocks + 1, dtype=torch.int8, device=self.count.device)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self.chosen, self.count, self.bad)
 
@@ -72,6 +85,10 @@ class BlockBuffers(WorkBuffers):
         self.bad.zero_()
         select(scores)
         self.fill_lists()
+        if self.backward:
+            last = self.taken.shape[2] - 1
+            is_chosen = torch.arange(self.k, device=scores.device) < self.count[..., None]
+            self.taken.zero_().scatter_(2, torch.where(is_chosen, self.chosen, last).long(), 1)
         for lists in self.backward.values():
             lists.fill(scores)
 
@@ -104,20 +121,26 @@ class BlockBuffers(WorkBuffers):
 
     def backward_lists(self, size: int) -> BackwardLists:
         """Tiles lie within blocks: which are listed follows from what is chosen, what they keep from their place."""
-        chosen, count, key_blocks = self.chosen, self.count, -(-self.problem.kv_len // self.block_size)
-        # In each row, the last place is that of blocks that are not chosen.
-        taken = torch.zeros(*count.shape, key_blocks + 1, dtype=torch.int8, device=count.device)
-        layouts = [_backward_lists(self, size, taken, transposed) for transposed in (False, True)]
+        layouts = [_backward_lists(self, size, self.taken, transposed) for transposed in (False, True)]
 
         def fill(_: Tensor) -> None:
-            is_chosen = torch.arange(chosen.shape[2], device=count.device) < count[..., None]
-            taken.zero_().scatter_(2, torch.where(is_chosen, chosen, key_blocks).long(), 1)
             for tiles, count_tiles, write_tiles in layouts:
                 count_tiles()
                 tiles.row_block_ptr[1:].cumsum_(0)
                 write_tiles()
 
-        return BackwardLists(layouts[0][0], layouts[1][0], (taken,), fill)
+        return BackwardLists(layouts[0][0], layouts[1][0], (self.taken,), fill)
+
+    def one_pass_refusals(self, call: CallSpec) -> tuple[str, ...]:
+        refusals = list(self.hopper_refusals())
+        if call.has_sinks:
+            refusals.append("no sinks where tiles are made at run time")
+        if self.block_size < KEYS_OF_BLOCK and call.heads > call.kv_heads and call.mask_heads > 1:
+            refusals.append("query heads of a key head that choose other blocks of 64 keys")
+        return tuple(refusals)
+
+    def one_pass_lists(self, config: LayoutConfig) -> OnePassLists:
+        return one_pass_lists(self, config.block_n)
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""

@@ -280,10 +280,8 @@ def right_padded_lengths(mask: Tensor, ids: Tensor, padding: int | None) -> list
     """
     counts = mask.sum(1, dtype=torch.int64)
     is_token = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
-    wrong = mask != is_token
-    if padding is not None:
-        wrong |= is_token & (ids == padding)
-    *lengths, any_wrong = torch.cat([counts, wrong.any()[None]]).tolist()
+    given = mask if padding is None else torch.where(ids == padding, 0, mask)
+    *lengths, any_wrong = torch.cat([counts, (given != is_token).any()[None]]).tolist()
     return None if any_wrong or 0 in lengths else lengths
 
 

@@ -34,7 +34,7 @@ def filled_backward_lists(filled: FilledTiles, q_len: int, kv_len: int) -> Backw
     launch(count_additions, patterns * -(-q_blocks // COLUMNS), counted, sizes, (queries,), device=device)
     end = sums.cumsum(1, dtype=torch.int32)
     tensors = (*counted, end, filled.bitmaps, tiles, seen_keys, flags)
-    launch(order_tiles, patterns * row_blocks, tensors, sizes, (queries,), device=device)
+    launch(order_tiles, patterns * row_blocks, tensors, sizes, (queries, False), device=device)
     sum_ptr = torch.nn.functional.pad(end[:, 1::2], (1, 0))
     some_query, some_key = flags.tolist()
     # `unseen` counts from the end: queries that see nothing are the last ones.

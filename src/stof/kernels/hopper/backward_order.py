@@ -20,6 +20,8 @@ KEYS = tl.constexpr(KEYS_OF_BLOCK)
 COLUMNS = 32
 _ROWS, _COLUMNS, _CHUNK = (tl.constexpr(size) for size in (32, COLUMNS, 256))
 _MOST, _FEWEST = tl.constexpr(MOST_OVER_MEAN), tl.constexpr(FEWEST_TILES)
+# With `BY_CODE`, the code of tiles with the first bitmap; those of the others follow.
+FIRST_BITMAP = tl.constexpr(FULL.value + 1)
 # The bitmap of full tiles, and the first one of partial tiles: see `FilledTiles`.
 _OF_FULL, _FIRST_PARTIAL = tl.constexpr(EVERYTHING), tl.constexpr(EVERYTHING + 1)
 _Q_BLOCK, _BITMAP, _RANK, _SUM = (tl.constexpr(field) for field in TILE)
@@ -100,6 +102,7 @@ def order_tiles(
     kv_len,
     seen_words,
     QUERIES: tl.constexpr,
+    BY_CODE: tl.constexpr,  # codes tell the bitmaps of tiles; what is seen is not written
 ):
     """Write the tiles of a block of keys: from the diagonal on, then those before it."""
     blocks = patterns * row_blocks
@@ -128,6 +131,8 @@ def order_tiles(
         is_before = q < diagonal
         number = tiles_before + tl.cumsum(is_tile.to(tl.int32), 0) - 1
         bitmap = tl.where(code == FULL, of_full, first_bitmap + partial_before + tl.cumsum(partial, 0) - 1)
+        if BY_CODE:
+            bitmap = tl.where(code == FULL, -1, code.to(tl.int32) - FIRST_BITMAP)
         place = (pattern * q_blocks + q) * 2 + is_before.to(tl.int32)
         sums = tl.load(sums_ptr + place, mask=is_tile, other=1)
         first_sum = tl.load(end_ptr + place, mask=is_tile, other=0) - sums
@@ -144,16 +149,17 @@ def order_tiles(
         padding = tl.arange(0, 2 * _TILE_SIZE)
         tl.store(tiles_ptr + (begin + tiles).to(tl.int64) * _TILE_SIZE + padding, padding * 0)
 
-    key = tl.arange(0, KEYS)
-    seen = (key * 0) + (tiles > partial_before).to(tl.int32)
-    if tiles == partial_before:
-        for n in range(partial_before):
-            word = (first_bitmap + n).to(tl.int64) * (KEYS * 4) + key[:, None] * 4 + tl.arange(0, 4)[None, :]
-            seen = seen | tl.max((tl.load(bitmaps_ptr + word) != 0).to(tl.int32), 1)
-    position = row_block * KEYS + key
-    tl.store(seen_ptr + pattern.to(tl.int64) * kv_len + position, seen.to(tl.int8), mask=position < kv_len)
-    missing = tl.max(((position < kv_len) & (seen == 0)).to(tl.int32), 0)
-    if (tiles > 0) & (missing > 0):
-        tl.atomic_max(flags_ptr + 1, 1, sem="relaxed")
-    if tl.load(unseen_ptr + pattern) > 0:
-        tl.atomic_max(flags_ptr, 1, sem="relaxed")
+    if not BY_CODE:
+        key = tl.arange(0, KEYS)
+        seen = (key * 0) + (tiles > partial_before).to(tl.int32)
+        if tiles == partial_before:
+            for n in range(partial_before):
+                word = (first_bitmap + n).to(tl.int64) * (KEYS * 4) + key[:, None] * 4 + tl.arange(0, 4)[None, :]
+                seen = seen | tl.max((tl.load(bitmaps_ptr + word) != 0).to(tl.int32), 1)
+        position = row_block * KEYS + key
+        tl.store(seen_ptr + pattern.to(tl.int64) * kv_len + position, seen.to(tl.int8), mask=position < kv_len)
+        missing = tl.max(((position < kv_len) & (seen == 0)).to(tl.int32), 0)
+        if (tiles > 0) & (missing > 0):
+            tl.atomic_max(flags_ptr + 1, 1, sem="relaxed")
+        if tl.load(unseen_ptr + pattern) > 0:
+            tl.atomic_max(flags_ptr, 1, sem="relaxed")
