@@ -146,6 +146,8 @@ def _check(mask: Any, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]) -
         expected[0][:, :, part] = torch.softmax(scores, -1).nan_to_num() @ value
         made = reference_backward(query, key, value, grad, keep, scale=head_dim**-0.5)
         assert made.q is not None
+        assert made.k is not None
+        assert made.v is not None
         expected[1][:, :, part] = made.q
         expected[2] += made.k
         expected[3] += made.v

@@ -16,7 +16,7 @@ from stof.dynamic.block_topk.buffers import BlockBuffers
 from stof.dynamic.block_topk.one_pass import OnePassLists
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
-from stof.kernels.hopper.backward_lists import LAYOUTS, TILE
+from stof.kernels.hopper.backward_lists import HALF_EMPTY, LAYOUTS, TILE
 from stof.masks import Mask
 from stof.masks.dynamic import BlockTopK
 from stof.selection import CallSpec
@@ -64,6 +64,8 @@ def check(made: OnePassLists, keep: Tensor) -> None:
             part = seen[block * 128 :][:128, fields[TILE.q_block] * queries :][:, :queries]
             assert not part.any()  # each tile is listed once
             part |= kept_scores(lists, fields)
+            marks = max(0, fields[TILE.bitmap]) // HALF_EMPTY
+            assert marks == sum((not half.any()) << n for n, half in enumerate(part.split(64)))
             place = fields[TILE.sum]
             assert first[fields[TILE.q_block]] <= place < last[fields[TILE.q_block]]
             assert fields[TILE.rank] == added.get(place, 0)

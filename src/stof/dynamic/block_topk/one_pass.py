@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stof.dynamic.sizes import int_zeros
 from stof.kernels.bitmap_order import accumulator_order
-from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE, BackwardLists, check_count, most_sums
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE, BackwardLists, check_count, most_sums, tile_fields
 from stof.kernels.implementation import tensors_of
 from stof.layout import bitmaps as bits
 
@@ -55,7 +55,8 @@ class OnePassLists:
         bad: int32 `[P]`, not 0 where all gradients become NaN.
         state: as of `FilledTiles`: codes of tiles.
         turns, sums, ends: what `count_additions` writes, and sums up to the end of each part.
-        flags, seen: outputs of `order_tiles` that are not read.
+        fields: int32, `TileFields.bitmap` of each bitmap.
+        unread: what `order_tiles` would write of keys that are seen.
         block_size, causal: of the mask.
     """
 
@@ -66,8 +67,8 @@ class OnePassLists:
     turns: Tensor
     sums: Tensor
     ends: Tensor
-    flags: Tensor
-    seen: Tensor
+    fields: Tensor
+    unread: Tensor
     block_size: int
     causal: bool
 
@@ -95,7 +96,7 @@ class OnePassLists:
         )
         torch.cumsum(self.sums, 1, dtype=torch.int32, out=self.ends)
         lists.sum_ptr[:, 1:].copy_(self.ends[:, 1::2])
-        tensors = (*counted, self.ends, lists.bitmaps, lists.tiles, self.seen, self.flags)
+        tensors = (*counted, self.ends, lists.bitmaps, lists.tiles, self.unread, self.fields)
         launch(order_tiles, patterns * row_blocks, tensors, (*sizes, 0), (lists.queries, True), device=device)
         chosen = self.taken[..., :-1]
         for seen, dim in ((lists.seen_keys, 1), (lists.seen_queries, 2)):
@@ -133,7 +134,8 @@ def one_pass_lists(buffers: BlockBuffers, queries: int) -> OnePassLists:
     # See `count_kernels.state_pointers`.
     state = zeros(4 * blocks + 2 * patterns + 2 + -(-blocks * q_blocks // 4))
     return OnePassLists(
-        lists, buffers.taken, buffers.bad, state, turns=zeros(patterns, row_blocks, q_blocks),
-        sums=zeros(patterns, 2 * q_blocks), ends=zeros(patterns, 2 * q_blocks), flags=zeros(2), seen=zeros(1),
-        block_size=buffers.block_size, causal=buffers.causal,
+        lists=lists, taken=buffers.taken, bad=buffers.bad, state=state, turns=zeros(patterns, row_blocks, q_blocks),
+        sums=zeros(patterns, 2 * q_blocks), ends=zeros(patterns, 2 * q_blocks),
+        fields=tile_fields(bitmaps).int().to(device), unread=zeros(1).char(), block_size=buffers.block_size,
+        causal=buffers.causal,
     )  # fmt: skip
