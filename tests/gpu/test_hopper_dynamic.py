@@ -88,11 +88,10 @@ def test_every_shape_of_tiles(size: int, tile: tuple[int, int], split_tiles: int
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("size", "head_dim", "kv_heads"), [(64, 64, 4), (64, 128, 4), (64, 72, 4), (128, 64, 2), (128, 128, 2)]
-)
-def test_gradients(size: int, head_dim: int, kv_heads: int, causal: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (128, 4), (72, 4), (64, 2), (128, 1)])
+def test_gradients(head_dim: int, kv_heads: int, causal: bool) -> None:
     """By the one-pass kernel, in every step; what no score reaches holds NaN, and equal calls give equal bits."""
+    size = 128
     for q_len, kv_len in ((1003, 1003), (1024, 700)):
         plan = None
         for seed in range(3):

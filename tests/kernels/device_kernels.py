@@ -39,8 +39,8 @@ def fill_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     for block_m, width, paired in ((64, 64, False), (64, 64, True), (128, 128, False)):
         yield fill_tiles, [*[ints] * 7, *[i] * 7, width, True, block_m, width, paired, 64], {"num_warps": 1}
         yield refresh_work, [*[ints] * 3, i, 8 if paired else 1, 128], {}
-    for queries, block_size in ((64, 64), (128, 64), (64, 128)):
-        yield code_tiles, ["*i8", *[ints] * 3, *[i] * 7, queries, block_size, True], {}
+    for queries in (64, 128):
+        yield code_tiles, ["*i8", *[ints] * 3, *[i] * 5, queries, True], {}
     yield hopper_slash.slash_columns, [*[ints] * 5, i, 64, 1024], {"num_warps": 8}
     yield hopper_slash.slash_bitmaps, [*[ints] * 4, i, i, i, 64, 64], {"num_warps": 2}
     yield hopper_slash.slash_fill, [*[ints] * 10, *[i] * 8, 64, 64], {"num_warps": 1}

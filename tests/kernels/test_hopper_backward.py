@@ -16,7 +16,6 @@ from stof import LayoutConfig, masks
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_lists import (
-    HALF_EMPTY,
     ITEM,
     LAYOUTS,
     TILE,
@@ -82,11 +81,8 @@ def kept_scores(lists: BackwardLists, fields: list[int]) -> Tensor:
     if fields[TILE.bitmap] < 0:
         return torch.ones(128, lists.queries, dtype=torch.bool)
     columns = torch.arange(lists.queries)
-    words = lists.bitmaps[fields[TILE.bitmap] % HALF_EMPTY].long()[:, columns % 8 // 2]
-    kept = (words >> (2 * (columns // 8) + columns % 2)) & 1 > 0
-    for half, part in enumerate(kept.split(64)):
-        assert not fields[TILE.bitmap] & (HALF_EMPTY << half) or not part.any()
-    return kept
+    words = lists.bitmaps[fields[TILE.bitmap]].long()[:, columns % 8 // 2]
+    return (words >> (2 * (columns // 8) + columns % 2)) & 1 > 0
 
 
 @given(data=st.data(), queries=st.sampled_from(QUERIES), density=st.sampled_from([0.0, 0.02, 0.1, 0.9, 1.0]))
@@ -151,14 +147,6 @@ def test_lists_are_the_mask(keep: Tensor, queries: int) -> None:
             seen[block * 128 :][:128, fields[TILE.q_block] * queries :][:, :queries] |= kept_scores(lists, fields)
         assert torch.equal(seen[:kv_len, :q_len], keep[b, h].T)
         assert not seen[kv_len:].any()
-
-
-@pytest.mark.parametrize("queries", QUERIES)
-def test_halves_of_keys_without_scores_are_marked(queries: int) -> None:
-    keep = torch.zeros(1, 1, 128, 384, dtype=torch.bool)
-    keep[..., 5, 70] = keep[..., 100, 128] = keep[..., 7, [256, 383]] = True
-    marks = {block: fields[TILE.bitmap] // HALF_EMPTY for block, fields in tiles_of(lists_of(keep, queries), 0)}
-    assert marks == {0: 1, 1: 2, 2: 0}
 
 
 @given(keep=drawn_masks(600), queries=st.sampled_from(QUERIES))

@@ -135,8 +135,8 @@ class BlockBuffers(WorkBuffers):
         refusals = list(self.hopper_refusals())
         if call.has_sinks:
             refusals.append("no sinks where tiles are made at run time")
-        if self.block_size < KEYS_OF_BLOCK and call.heads > call.kv_heads and call.mask_heads > 1:
-            refusals.append("query heads of a key head that choose other blocks of 64 keys")
+        if self.block_size != KEYS_OF_BLOCK:
+            refusals.append(f"blocks of {KEYS_OF_BLOCK} keys; tiles of smaller ones would be partly empty")
         return tuple(refusals)
 
     def one_pass_lists(self, config: LayoutConfig) -> OnePassLists:

@@ -24,9 +24,7 @@ from stof.layout.fill.bitmap_kernels import EMPTY, FULL
 from stof.layout.fill.count_kernels import state_pointers
 
 NAN_BITS = tl.constexpr(packed_integers.NAN_BITS)
-_KEYS, _PART, _SETS, _PLACES = (
-    tl.constexpr(number) for number in (KEYS_OF_BLOCK, one_pass.PART, one_pass.SETS, len(one_pass.PLACES))
-)
+_KEYS, _PLACES = tl.constexpr(KEYS_OF_BLOCK), tl.constexpr(len(one_pass.PLACES))
 # Tiles looked at together.
 _CHUNK = tl.constexpr(256)
 
@@ -106,22 +104,19 @@ def store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, 
         tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
 
 
-@triton.jit(do_not_specialize=["patterns", "row_blocks", "q_blocks", "q_len", "kv_len", "query_blocks", "columns"])
+@triton.jit(do_not_specialize=["patterns", "row_blocks", "q_blocks", "q_len", "kv_len"])
 @no_type_check
 def code_tiles(
-    taken_ptr,  # int8 [P, query blocks, key blocks + 1]: 1 where a block is chosen; the last column is not read
+    taken_ptr,  # int8 [P, query blocks, R + 1], 1 where a block of 128 is chosen; the last column is not read
     bad_ptr,  # int32 [P], not 0 where gradients become NaN
-    row_block_ptr,  # int32 [P * R + 1]; tiles of block n are written to n + 1
+    row_block_ptr,  # int32 [P * R + 1]; the number of tiles of block n is written to n + 1
     state_ptr,  # int32, codes of tiles in it, see `state_pointers`
     patterns,
     row_blocks,  # of keys, R
     q_blocks,
     q_len,
     kv_len,
-    query_blocks,
-    columns,
     QUERIES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """Write the codes of the tiles of a block of keys for `backward_order.py`, and count those that are not empty.
@@ -129,40 +124,31 @@ def code_tiles(
     In a bad pattern, each block of keys and of queries has a full tile: the log-sum-exp of its queries is NaN, and so
     are all gradients.
     """
-    HALVES: tl.constexpr = QUERIES // _PART
-    EVERY: tl.constexpr = 15 if HALVES == 2 else 5
     pid = tl.program_id(0)
     pattern = pid // row_blocks
     row_block = pid % row_blocks
+    query_blocks = (q_len + _KEYS - 1) // _KEYS
     _, _, _, _, _, code_ptr = state_pointers(state_ptr, patterns * row_blocks, patterns, q_blocks, 0, 0)
     code_ptr += pid.to(tl.int64) * q_blocks
-    taken_ptr += pattern.to(tl.int64) * query_blocks * columns
+    taken_ptr += pattern.to(tl.int64) * query_blocks * (row_blocks + 1) + row_block
     is_bad = tl.load(bad_ptr + pattern) != 0
-    tail = ((row_block + 1) * _KEYS > kv_len).to(tl.int32)
+    has_tail = (row_block + 1) * _KEYS > kv_len
     tiles = 0
     for first in range(0, q_blocks, _CHUNK):
         q = first + tl.arange(0, _CHUNK)
-        chosen = q * 0
-        for i in tl.static_range(2):
-            key_block = (row_block * _KEYS + i * _PART) // BLOCK_SIZE
-            for j in tl.static_range(HALVES):
-                query_block = (q * QUERIES + j * _PART) // BLOCK_SIZE
-                exists = (query_block < query_blocks) & (key_block < columns - 1)
-                part = tl.load(taken_ptr + query_block * columns + key_block, mask=exists, other=0)
-                chosen |= part.to(tl.int32) << (2 * i + j)
-        number = tail * (_PLACES * _SETS) + chosen
+        exists = q < q_blocks
+        is_tile = tl.load(taken_ptr + q * QUERIES // _KEYS * (row_blocks + 1), mask=exists, other=0) != 0
+        place = q * 0
         if CAUSAL:
-            # Blocks are chosen up to the diagonal: 128 queries or more behind it, 64, or none.
-            behind = (q * QUERIES - row_block * _KEYS) // _PART
-            number += tl.where(behind < 2, 2 - behind, 0) * _SETS
-        code = tl.where(number == EVERY, FULL, FIRST_BITMAP + number)
-        is_tile = chosen != 0
+            # Of chosen blocks, queries are not before keys.
+            place = tl.maximum(2 - (q * QUERIES - row_block * _KEYS) // 64, 0)
+        code = tl.where((place == 0) & (has_tail == 0), FULL, FIRST_BITMAP + has_tail.to(tl.int32) * _PLACES + place)
         if is_bad:
             code = q * 0 + FULL
             is_tile = (q.to(tl.int64) * row_blocks // q_blocks == row_block) | (
                 row_block.to(tl.int64) * q_blocks // row_blocks == q
             )
-        is_tile = is_tile & (q < q_blocks)
-        tl.store(code_ptr + q, tl.where(is_tile, code, EMPTY).to(tl.int8), mask=q < q_blocks)
+        is_tile = is_tile & exists
+        tl.store(code_ptr + q, tl.where(is_tile, code, EMPTY).to(tl.int8), mask=exists)
         tiles += tl.sum(is_tile.to(tl.int32), 0)
     tl.store(row_block_ptr + pid + 1, tiles)

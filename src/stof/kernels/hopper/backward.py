@@ -83,8 +83,9 @@ def bind_backward(
         raise UnfitLayoutError("query heads that share a key head do not see the same keys")
     gradients = _Strides(*(Strides(*empty_gradient(x).stride()[:3]) for x in (q, k, v)))
     patterns = lists.pattern_of.long()
+    of_queries, of_keys = (None if x is None else x[patterns][..., None] for x in (lists.seen_queries, lists.seen_keys))
     # Of q, k, v and d_out. V is not a factor of dQ, dK or dV, and what it makes NaN of dP is dropped by the bitmaps.
-    seen = lists.seen_queries, lists.seen_keys, None, lists.seen_queries
+    seen = of_queries, of_keys, None, of_queries
     copied = [not readable(x) or kept is not None for x, kept in zip((q, k, v, d_out), seen, strict=True)]
     q, k, v, d_out = (x.contiguous() if copy else x for x, copy in zip((q, k, v, d_out), copied, strict=True))
     kernels = _Kernels(q, k, v, _dense_rows(out), d_out, gradients, d_lse is not None, lists, options)
@@ -94,9 +95,7 @@ def bind_backward(
         bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None = None,
     ) -> Gradients:  # fmt: skip
         del bias, seed
-        # Looked up in each call: dynamic plans fill their lists again.
-        kept = [None if x is None else x[patterns][..., None] for x in seen]
-        inputs = [_readable(*each) for each in zip((q, k, v, d_out), copied, kept, strict=True)]
+        inputs = [_readable(*each) for each in zip((q, k, v, d_out), copied, seen, strict=True)]
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         d_sinks = kernels(inputs, _dense_rows(out), lse, d_lse, sinks, dq, dk, dv)
         return Gradients(

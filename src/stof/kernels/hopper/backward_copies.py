@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from stof.kernels.hopper import backward_lists
 from stof.kernels.hopper.backward_intrinsics import (
     async_add,
     fence_async,
@@ -32,7 +31,6 @@ STAGES = gl.constexpr(2)
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
 Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
-HALF_EMPTY = gl.constexpr(backward_lists.HALF_EMPTY)
 ROW_BLOCK, PART, PARTS, SLOT = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
 # What is added to a work item in shared memory, and how many items there is room for, 32 fields each.

@@ -67,7 +67,6 @@ from stof.kernels.hopper.backward_copies import (
     DQ_FULL,
     DQ_ROWS,
     DS_FULL,
-    HALF_EMPTY,
     ITEM_STAGES,
     KEYS,
     PART,
@@ -155,33 +154,6 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
 
 @gluon.jit
 @no_type_check
-def _no_score_gradients(args, stage, GROUP: gl.constexpr, config: gl.constexpr):
-    """The same for a tile that keeps none of this warpgroup's keys: zeros."""
-    QUERIES: gl.constexpr = config.queries
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    ds = gl.zeros([64, QUERIES], gl.float32, layout).to(args.q_smem.dtype)
-    args.ds_smem.index(stage).slice(GROUP * 64, 64, dim=0).store(ds)
-    return ds
-
-
-@gluon.jit
-@no_type_check
-def _number(bitmap):
-    """The row of `bitmaps` that a tile's field names; 0 of full tiles."""
-    EVERY: gl.constexpr = HALF_EMPTY - 1
-    return gl.maximum(bitmap, 0) & EVERY
-
-
-@gluon.jit
-@no_type_check
-def _has_keys(bitmap, GROUP: gl.constexpr):
-    """Whether a tile keeps a score of this warpgroup's keys."""
-    IS_EMPTY: gl.constexpr = HALF_EMPTY << GROUP
-    return (gl.maximum(bitmap, 0) & IS_EMPTY) == 0
-
-
-@gluon.jit
-@no_type_check
 def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.constexpr):
     """Issue this warpgroup's dK, and when both have written dS, its half of dQ."""
     D: gl.constexpr = config.width
@@ -242,38 +214,27 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         if begin < end:
             # Words of a bitmap are loaded before dQ and dK of the tile before, their number an iteration earlier.
             bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
-            words = gl.load(words_ptr + _number(bitmap) * (KEYS * 4))
+            words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
             mbarrier.wait(args.kv_full, kv_phase)
             mbarrier.wait(args.q_full.index(stage), phase)
-            if _has_keys(bitmap, GROUP):
-                s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
-            else:
-                ds = _no_score_gradients(args, stage, GROUP, config)
+            s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             for tile in range(begin + 1, end):
                 bitmap = next_bitmap
-                words = gl.load(words_ptr + _number(bitmap) * (KEYS * 4))
+                words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
                 next_bitmap = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + BITMAP)
-                if _has_keys(bitmap, GROUP):
-                    dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
-                    mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
-                    s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
-                    dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
-                    arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
-                    _send_dq(args, dq, stage, phase, GROUP)
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    ds, dv = _score_gradients(args, s, dv, stage ^ 1, words, bitmap, GROUP, config)
-                else:
-                    dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
-                    dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
-                    arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
-                    _send_dq(args, dq, stage, phase, GROUP)
-                    mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
-                    ds = _no_score_gradients(args, stage ^ 1, GROUP, config)
+                dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
+                mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
+                s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
+                dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
+                arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
+                _send_dq(args, dq, stage, phase, GROUP)
+                s = warpgroup_mma_wait(0, deps=(s,))
                 phase = phase ^ stage
                 stage = stage ^ 1
+                ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
             arrive_named(Q_EMPTY + stage, WITH_PRODUCER)

@@ -27,8 +27,7 @@ class TileFields(NamedTuple):
 
     Attributes:
         q_block: number of its block of queries.
-        bitmap: row of `bitmaps`, below 0 for a full tile. `HALF_EMPTY << h` is added where no score of half `h` of the
-            keys is kept: a warpgroup without keys computes less. Lists may leave this out.
+        bitmap: row of `bitmaps`, below 0 for a full tile.
         rank: how many blocks of keys add to its sum before.
         sum: the sum of dQ that it is added to.
     """
@@ -67,8 +66,6 @@ MOST_OVER_MEAN = 2
 FEWEST_TILES = 16
 # Kernels index the fields of tiles by 32 bits.
 _MOST_TILES = 2**29
-# See `TileFields.bitmap`. There are no more bitmaps than tiles.
-HALF_EMPTY = _MOST_TILES
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +204,6 @@ def _ordered(
     bitmap = torch.where((bitmap < 0) & (row_block == row_blocks - 1), ragged_bitmap, bitmap)
     patterns = (len(row_block_ptr) - 1) // row_blocks
     of_keys, of_queries = _seen(bitmaps, queries)
-    of_bitmap = tile_fields(bitmaps)
     of_block = pattern * q_blocks + q_block
     seen = (
         _members_seen(of_block, bitmap, of_queries, patterns, q_len),
@@ -230,18 +226,10 @@ def _ordered(
     end = sums.cumsum(1)
     sums = sums.flatten()
     number_of_sum = (end.flatten() - sums)[place] + turn % sums[place]
-    bitmap = torch.where(bitmap < 0, -1, of_bitmap[bitmap])
     tiles = torch.stack([q_block, bitmap, turn // sums[place], number_of_sum], 1)
     tiles = tiles[torch.argsort((number * 2 + part) * q_blocks + q_block)]
     pad = torch.nn.functional.pad
     return pad(tiles, (0, 0, 0, 2)).int(), pad(end[:, 1::2], (1, 0)).int().contiguous(), *seen
-
-
-def tile_fields(bitmaps: Tensor) -> Tensor:
-    """`TileFields.bitmap` of tiles with each bitmap, int64."""
-    is_empty = ~(bitmaps != 0).view(len(bitmaps), 2, -1).any(2)
-    marks = torch.tensor([HALF_EMPTY, HALF_EMPTY << 1], device=bitmaps.device)
-    return torch.arange(len(bitmaps), device=bitmaps.device) + (is_empty * marks).sum(1)
 
 
 def _seen(bitmaps: Tensor, queries: int) -> tuple[Tensor, Tensor]:

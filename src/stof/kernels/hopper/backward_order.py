@@ -94,8 +94,7 @@ def order_tiles(
     bitmaps_ptr,  # int32 [n, 128, 4]
     tiles_ptr,  # int32 [T + 2, 4], fields as `TileFields`; the last two are padding
     seen_ptr,  # int8 [P, kv_len]: which keys some query sees
-    flags_ptr,  # int32 [2], zero: whether some query sees nothing; whether a tile has a key that no query sees.
-    #             With BY_CODE `TileFields.bitmap` of each bitmap
+    flags_ptr,  # int32 [2], zero: whether some query sees nothing; whether a tile has a key that no query sees
     patterns,
     row_blocks,
     q_blocks,
@@ -103,7 +102,7 @@ def order_tiles(
     kv_len,
     seen_words,
     QUERIES: tl.constexpr,
-    BY_CODE: tl.constexpr,  # codes tell the bitmaps of tiles, and what is seen is not written
+    BY_CODE: tl.constexpr,  # codes tell the bitmaps of tiles; what is seen is not written
 ):
     """Write the tiles of a block of keys: from the diagonal on, then those before it."""
     blocks = patterns * row_blocks
@@ -133,8 +132,7 @@ def order_tiles(
         number = tiles_before + tl.cumsum(is_tile.to(tl.int32), 0) - 1
         bitmap = tl.where(code == FULL, of_full, first_bitmap + partial_before + tl.cumsum(partial, 0) - 1)
         if BY_CODE:
-            has_bitmap = code >= FIRST_BITMAP
-            bitmap = tl.load(flags_ptr + code.to(tl.int32) - FIRST_BITMAP, mask=has_bitmap, other=-1)
+            bitmap = tl.where(code == FULL, -1, code.to(tl.int32) - FIRST_BITMAP)
         place = (pattern * q_blocks + q) * 2 + is_before.to(tl.int32)
         sums = tl.load(sums_ptr + place, mask=is_tile, other=1)
         first_sum = tl.load(end_ptr + place, mask=is_tile, other=0) - sums
