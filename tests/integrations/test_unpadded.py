@@ -68,7 +68,8 @@ def test_packed_inputs_are_no_views() -> None:
     """Dynamo would compile again for the tensors of a recording, which are none."""
     ids, lengths = torch.arange(32).view(2, 16), [5, 16]
     mask = (torch.arange(16) < torch.tensor(lengths)[:, None]).long()
-    batch = unpadded._in_one_row(ids, mask, lengths, 24, 2, {"token_type_ids": ids})
+    per_token = {"input_ids": ids, "token_type_ids": ids}
+    batch = unpadded._in_one_row(per_token, mask, lengths, 24, 2, torch.device("cpu"))
     inputs = batch.model_inputs()
     assert all(inputs[name]._base is None for name in ("input_ids", "position_ids", "token_type_ids"))
     assert inputs["input_ids"].tolist() == [[*range(5), *range(16, 32), 0, 0, 0]]

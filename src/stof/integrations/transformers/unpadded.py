@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -220,40 +221,46 @@ def _packed(
     only_token_types = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
+    # On the host, which has to wait for the lengths: there, packing takes less time than to launch the kernels for it.
+    device, ids, mask = ids.device, ids.cpu(), mask.cpu()
     lengths = right_padded_lengths(mask, ids, state.padding)
     # With compilation, batches without padding are packed too, so that compiled code runs them.
     if lengths is None or (state.compiled is None and min(lengths) == ids.shape[1]):
         return None
     width = sum(lengths) if state.recorded is None else _graph_tokens(sum(lengths))
     first_position = 0 if state.padding is None else state.padding + 1
-    return _in_one_row(ids, mask, lengths, width, first_position, tensors), options
+    per_token = {"input_ids": ids} | {name: x.cpu() for name, x in tensors.items()}
+    return _in_one_row(per_token, mask, lengths, width, first_position, device), options
 
 
 def _in_one_row(
-    ids: Tensor, mask: Tensor, lengths: list[int], width: int, first_position: int, per_token: dict[str, Tensor]
-) -> PackedBatch:
-    """What `pack` returns for a batch padded on the right, in few kernels, with padding behind its tokens.
+    per_token: dict[str, Tensor], mask: Tensor, lengths: list[int], width: int, first_position: int,
+    device: torch.device,
+) -> PackedBatch:  # fmt: skip
+    """What `pack` returns for a batch padded on the right, with padding behind its tokens.
 
     Args:
-        ids, mask, per_token: int `[B, S]`.
+        per_token, mask: int `[B, S]` on the CPU; the ids of tokens are among them.
         lengths: of `right_padded_lengths`.
         width: tokens of the row. Those behind the batch's are a sequence of their own, which repeats the first token.
         first_position: as for `pack`.
+        device: of the packed tensors. The indices of the batch stay on the CPU.
     """
-    tokens = sum(lengths)
+    tokens, (batch, length) = sum(lengths), mask.shape
     source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0).view(1, width)
     ends = [*accumulate(lengths, initial=0), *([] if width == tokens else [width])]
+    # No views: a compiled model whose inputs are views is compiled again for those of a recording, which are none.
+    packed = {name: x.take(source).to(device) for name, x in per_token.items()}
     return PackedBatch(
-        position_ids=source % ids.shape[1] + first_position,
+        position_ids=(source % length + first_position).to(device),
         mask=documents(cu_seqlens=ends),
         lengths=tuple(lengths),
-        padded_shape=(ids.shape[0], ids.shape[1]),
+        padded_shape=(batch, length),
         source=source[0, :tokens],
-        target=torch.arange(tokens, device=ids.device),
-        # No views: a compiled model whose inputs are views is compiled again for those of a recording, which are none.
-        input_ids=ids.take(source),
+        target=torch.arange(tokens, device=source.device),
+        input_ids=packed.pop("input_ids"),
         first_position=first_position,
-        extras={name: x.take(source) for name, x in per_token.items()},
+        extras=packed,
     )
 
 
@@ -268,7 +275,7 @@ def _graph_tokens(tokens: int) -> int:
 
 
 def right_padded_lengths(mask: Tensor, ids: Tensor, padding: int | None) -> list[int] | None:
-    """The number of tokens in each row of a batch padded on the right; waits for the device, once.
+    """The number of tokens in each row of a batch padded on the right.
 
     Args:
         mask: `[B, S]`, 1 at tokens and 0 at padding.
@@ -281,8 +288,8 @@ def right_padded_lengths(mask: Tensor, ids: Tensor, padding: int | None) -> list
     counts = mask.sum(1, dtype=torch.int64)
     is_token = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
     given = mask if padding is None else torch.where(ids == padding, 0, mask)
-    *lengths, any_wrong = torch.cat([counts, (given != is_token).any()[None]]).tolist()
-    return None if any_wrong or 0 in lengths else lengths
+    lengths: list[int] = counts.tolist()
+    return None if not lengths or 0 in lengths or bool((given != is_token).any()) else lengths
 
 
 def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:
@@ -290,7 +297,8 @@ def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: An
     if not isinstance(output, (tuple, Mapping)):
         raise _unknown_output(encoder, type(output).__name__)
     values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
-    first = next(iter(values))
+    first, device = next(iter(values)), batch.input_ids.device
+    batch = replace(batch, source=batch.source.to(device), target=batch.target.to(device))
     unpacked: dict[Any, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and not _has_tokens(batch, value) and name != first:
