@@ -16,6 +16,7 @@ from stof.dynamic.block_topk.buffers import BlockBuffers
 from stof.dynamic.block_topk.one_pass import OnePassLists
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
+from stof.errors import UnsupportedError
 from stof.kernels.hopper.backward_lists import LAYOUTS, TILE
 from stof.masks import Mask
 from stof.selection import CallSpec
@@ -135,17 +136,23 @@ def test_bad_patterns_have_every_block_in_a_tile(q_len: int, kv_len: int, querie
         ({"head_dim": 64, "value_dim": 64, "kv_heads": 2, "mask_heads": 4}, 128, "hopper"),
         ({}, 64, "block_wise"),
         ({"has_sinks": True}, 128, "block_wise"),
-        ({"has_softcap": True}, 128, "block_wise"),
+        ({"has_softcap": True}, 128, "hopper"),
+        ({"has_bias": True}, 128, None),
         ({"head_dim": 256, "value_dim": 256}, 128, "block_wise"),
         ({"dtype": torch.float32}, 128, "block_wise"),
         ({"compute_capability": (8, 0)}, 128, "block_wise"),
     ],
     ids=str,
 )
-def test_when_the_one_pass_kernel_serves(changes: dict[str, Any], block_size: int, name: str) -> None:
+def test_when_the_one_pass_kernel_serves(changes: dict[str, Any], block_size: int, name: str | None) -> None:
     scores = torch.randn(4, 512 // block_size, 512 // block_size).to(DEVICE)
     buffers = topk_buffers(masks.block_topk(scores, 2, block_size=block_size), 512, 512)
-    found, tiling = DynamicGradients.choices(_gradients(buffers), replace(CALL, **changes))[0]
+    gradients = _gradients(buffers)
+    if name is None:
+        with pytest.raises(UnsupportedError, match="no implementation"):
+            gradients.choices(replace(CALL, **changes))
+        return
+    found, tiling = gradients.choices(replace(CALL, **changes))[0]
     assert found == name
     if name == "hopper":
         assert tiling.dkv_layout == (LAYOUTS[replace(CALL, **changes).head_dim], None)

@@ -50,7 +50,7 @@ BackwardArgs = namedtuple(
     "items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem "
     "dq_smem items_smem item_full item_empty kv_full kv_empty q_full dq_empty items is_split slots "
     "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
-    "score_scale",
+    "score_scale softcap",
 )
 
 

@@ -7,7 +7,8 @@ Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV 
     S = K Q^T          P = exp2(scale * log2(e) * S - lse)      dV += P dO
     dP = V dO^T        dS = P * (dP - delta)                    dK += dS Q         dQ = dS^T K
 
-lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored.
+lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored. With a softcap,
+`t = tanh(scale * S / softcap)`, P is `exp2(log2(e) * softcap * t - lse)`, and dS has the factor `1 - t^2`.
 
 dQ needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ: half of the columns, or
 at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, one those of even tiles, one of odd tiles.
@@ -86,7 +87,7 @@ from stof.kernels.hopper.backward_copies import (
 )
 from stof.kernels.hopper.backward_intrinsics import arrive_named, wait_count, wait_named
 from stof.kernels.hopper.intrinsics import bit_layout, hide_from_compiler, reinterpret, thread_barrier, tile_layout
-from stof.kernels.hopper.softmax import kept
+from stof.kernels.hopper.softmax import kept, tanh_of_exponent
 from stof.runtime.pdl import launch_next_and_wait
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
@@ -133,11 +134,22 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
-    dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
-    p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
-    if bitmap >= 0:
-        p = kept(p, words, QUERIES)
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    if config.softcap:
+        s = tanh_of_exponent(s * args.score_scale)
+        p = gl.exp2(s * args.softcap - _stats(args, stage, 0, layout, config))
+        if bitmap >= 0:
+            p = kept(p, words, QUERIES)
+        p16 = gl.convert_layout(p.to(dtype), operand)
+        p *= 1.0 - s * s
+        # Issued here, dP takes the registers that the scores had.
+        dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+    else:
+        dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+        p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
+        if bitmap >= 0:
+            p = kept(p, words, QUERIES)
+        p16 = gl.convert_layout(p.to(dtype), operand)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p16, args.d_out_smem.index(stage), dv, is_async=True)
     ds = p * (dp - _stats(args, stage, 1, layout, config))
@@ -323,7 +335,8 @@ def backward_kernel(
     stride_dk,  # `Strides`
     stride_dv,
     scale,
-    score_scale,  # times log2(e)
+    score_scale,  # scale times log2(e); with a softcap twice that, divided by it
+    softcap,  # times log2(e)
     CONFIG: gl.constexpr,  # `BackwardConfig`
     USE_PDL: gl.constexpr,
 ):
@@ -367,6 +380,7 @@ def backward_kernel(
         slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
+        softcap=softcap,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (producer, (args, CONFIG)),
