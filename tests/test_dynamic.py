@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import stof
-from stof import masks
+from stof import LayoutConfig, masks
 from stof.dynamic.block_topk.buffers import block_buffers
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
 from stof.dynamic.dense.buffers import dense_buffers
@@ -317,7 +317,7 @@ def test_memory_is_freed_with_its_last_reference(kind: str) -> None:
     mask = example(kind)
     buffers = buffers_of(mask, 90, 90)
     if kind != "vertical_slash":
-        buffers.backward[BLOCK] = buffers.backward_lists(BLOCK)
+        buffers.backward["block_wise", LayoutConfig(BLOCK, BLOCK)] = buffers.backward_lists(BLOCK)
     fill_buffers(buffers, mask)
     columns = weakref.ref(buffers.work.partial_columns)
     gc.disable()

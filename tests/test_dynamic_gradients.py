@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import stof
-from stof import masks
+from stof import LayoutConfig, masks
+from stof.dynamic.backward_lists import TritonLists
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
@@ -44,9 +45,11 @@ HEADS, KV_HEADS = 2, 1
 
 def prepared(buffers: WorkBuffers, size: int = 16) -> PreparedBackward:
     """The lists in tiles of one size; the first call makes them."""
-    if size not in buffers.backward:
-        buffers.backward[size] = buffers.backward_lists(size)
-    lists = buffers.backward[size]
+    key = "block_wise", LayoutConfig(size, size)
+    if key not in buffers.backward:
+        buffers.backward[key] = buffers.backward_lists(size)
+    lists = buffers.backward[key]
+    assert isinstance(lists, TritonLists)
     return PreparedBackward(lists.dq, CONFIG, lists.dkv, CONFIG)
 
 
@@ -207,7 +210,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(torch.float16)
     with pytest.raises(UnsupportedError, match="before an update or a call is captured"):
         stof.attention(q, k, v, plan)
-    with pytest.raises(UnsupportedError, match="no gradients of calls with a bias"):
+    with pytest.raises(UnsupportedError, match="calls with a bias have no gradients"):
         stof.attention(q, k, v, plan, bias=torch.zeros(90, 90, dtype=q.dtype))
 
 

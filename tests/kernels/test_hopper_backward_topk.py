@@ -37,9 +37,9 @@ CALL = CallSpec("cuda", torch.bfloat16, 128, 128, 4, 4, q_len=512, kv_len=512, c
 
 def lists_of(buffers: BlockBuffers, queries: int) -> OnePassLists:
     config = next(layout for layout in LAYOUTS.values() if layout.block_n == queries)
-    if config not in buffers.backward:
-        buffers.backward[config] = buffers.one_pass_lists(config)
-    lists = buffers.backward[config]
+    if ("hopper", config) not in buffers.backward:
+        buffers.backward["hopper", config] = buffers.one_pass_lists(config)
+    lists = buffers.backward["hopper", config]
     assert isinstance(lists, OnePassLists)
     return lists
 

@@ -18,7 +18,7 @@ from stof.kernels.triton.backward_tiles import ITEM, BackwardTiles
 
 
 @dataclass(frozen=True, eq=False)
-class BackwardLists:
+class TritonLists:
     """Lists of the mask for dQ, and of the transposed mask for dK and dV.
 
     Attributes:

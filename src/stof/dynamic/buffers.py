@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists
+from stof.dynamic.backward_lists import TritonLists
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.errors import UnfitLayoutError
 from stof.kernels.hopper.tile_lists import TILE_ITEM, TILE_RANGE, TileLists, split_items
@@ -69,7 +69,7 @@ class WorkBuffers(Geometry):
             do.
         pending_fills: those of `filled` that as yet only replays of a captured call fill, in which they were first
             used.
-        backward: lists for gradients, by their tile size, of the one-pass kernel by its layout; filled by every update.
+        backward: lists for gradients, by the implementation that reads them and its tiles; filled by every update.
     """
 
     problem: DynamicSizes
@@ -80,7 +80,7 @@ class WorkBuffers(Geometry):
     filled: dict[Hashable, Launches] = field(default_factory=dict)
     captured_fills: dict[Hashable, Launches] = field(default_factory=dict)
     pending_fills: dict[Hashable, Launches] = field(default_factory=dict)
-    backward: dict[int | LayoutConfig, BackwardLists | OnePassLists] = field(default_factory=dict)
+    backward: dict[tuple[str, LayoutConfig], TritonLists | OnePassLists] = field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All lists."""
@@ -133,7 +133,7 @@ class WorkBuffers(Geometry):
         """The largest tile size of lists for gradients, up to `size`."""
         return size
 
-    def backward_lists(self, size: int) -> BackwardLists:
+    def backward_lists(self, size: int) -> TritonLists:
         """Lists for gradients in tiles of `size` x `size`, to be filled by the next update."""
         raise NotImplementedError
 

@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 
-from stof.dynamic.backward_lists import BackwardLists
+from stof.dynamic.backward_lists import TritonLists
 from stof.dynamic.block_topk.one_pass import OnePassLists
 from stof.dynamic.buffers import BLOCK_WISE, HOPPER, WorkBuffers
 from stof.errors import UnsupportedError
 from stof.kernels.config import KernelConfig
-from stof.kernels.hopper.backward_lists import LAYOUTS
-from stof.kernels.hopper.backward_lists import BackwardLists as OnePass
+from stof.kernels.hopper.backward_lists import LAYOUTS, BackwardLists
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.layout import LayoutConfig
 from stof.plans.backward import PlanGradients
@@ -71,37 +70,36 @@ class DynamicGradients(PlanGradients):
         layout = LayoutConfig(size, size), None
         refusals = list(backward.capabilities.refusals(call))
         if call.has_bias:
-            refusals.append("no gradients of calls with a bias where tiles are made at run time")
+            refusals.append("calls with a bias have no gradients where tiles are made at run time")
         return BLOCK_WISE, BackwardTiling(layout, layout, KERNEL, KERNEL), refusals
 
     def make_lists(self, name: str, tiling: BackwardTiling) -> None:
         """Make the lists of a choice, to be filled by the next update."""
-        buffers, key = self._buffers, _key(name, tiling)
-        make: Callable[[], BackwardLists | OnePassLists] = (
-            partial(buffers.backward_lists, key) if isinstance(key, int) else partial(buffers.one_pass_lists, key)
-        )
-        buffers.backward[key] = outside_graph_pool(buffers.flags.device, make)
+        buffers, layout = self._buffers, _layout_of(tiling)
+        make: Callable[[], TritonLists | OnePassLists] = partial(buffers.backward_lists, layout.block_m)
+        if name == HOPPER:
+            make = partial(buffers.one_pass_lists, layout)
+        buffers.backward[name, layout] = outside_graph_pool(buffers.flags.device, make)
 
     def has_lists(self, name: str, tiling: BackwardTiling) -> bool:
         """Whether the lists of a choice were made."""
-        return _key(name, tiling) in self._buffers.backward
+        return (name, _layout_of(tiling)) in self._buffers.backward
 
-    def prepared(self, name: str, tiling: BackwardTiling) -> PreparedBackward | OnePass:
+    def prepared(self, name: str, tiling: BackwardTiling) -> PreparedBackward | BackwardLists:
         """Return the lists of a choice; `DynamicPlan.prepare_backward` has made them."""
-        lists = self._buffers.backward.get(_key(name, tiling))
+        lists = self._buffers.backward.get((name, _layout_of(tiling)))
         if lists is None:
             raise UnsupportedError(
-                "the call was not made by stof.attention, which makes the lists for its gradients", {}
+                "the lists for gradients of this call were not made; call stof.attention(q, k, v, plan), which makes "
+                "them",
+                {},
             )
         if isinstance(lists, OnePassLists):
             return lists.lists
         return PreparedBackward(lists.dq, KERNEL, lists.dkv, KERNEL)
 
 
-def _key(name: str, tiling: BackwardTiling) -> int | LayoutConfig:
-    """The key of a choice's lists in `WorkBuffers.backward`."""
-    if name == HOPPER:
-        assert tiling.dkv_layout is not None
-        return tiling.dkv_layout[0]
-    assert tiling.dq_layout is not None
-    return tiling.dq_layout[0].block_m
+def _layout_of(tiling: BackwardTiling) -> LayoutConfig:
+    """The layout of the transposed mask."""
+    assert tiling.dkv_layout is not None
+    return tiling.dkv_layout[0]

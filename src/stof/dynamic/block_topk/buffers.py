@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists, empty_tiles
+from stof.dynamic.backward_lists import TritonLists, empty_tiles
 from stof.dynamic.block_topk.bitmaps import bitmaps_of, kept_by_place
 from stof.dynamic.block_topk.one_pass import OnePassLists, one_pass_lists
 from stof.dynamic.buffers import HopperLists, WorkBuffers, empty_lists, empty_work
@@ -119,7 +119,7 @@ class BlockBuffers(WorkBuffers):
     def backward_size(self, size: int) -> int:
         return min(size, self.block_size)
 
-    def backward_lists(self, size: int) -> BackwardLists:
+    def backward_lists(self, size: int) -> TritonLists:
         """Tiles lie within blocks: which are listed follows from what is chosen, what they keep from their place."""
         layouts = [_backward_lists(self, size, self.taken, transposed) for transposed in (False, True)]
 
@@ -129,7 +129,7 @@ class BlockBuffers(WorkBuffers):
                 tiles.row_block_ptr[1:].cumsum_(0)
                 write_tiles()
 
-        return BackwardLists(layouts[0][0], layouts[1][0], (self.taken,), fill)
+        return TritonLists(layouts[0][0], layouts[1][0], (self.taken,), fill)
 
     def one_pass_refusals(self, call: CallSpec) -> tuple[str, ...]:
         refusals = list(self.hopper_refusals())

@@ -24,7 +24,7 @@ from stof.layout.fill.bitmap_kernels import EMPTY, FULL
 from stof.layout.fill.count_kernels import state_pointers
 
 NAN_BITS = tl.constexpr(packed_integers.NAN_BITS)
-_KEYS, _PLACES = tl.constexpr(KEYS_OF_BLOCK), tl.constexpr(len(one_pass.PLACES))
+_KEYS, _OFFSETS = tl.constexpr(KEYS_OF_BLOCK), tl.constexpr(len(one_pass.OFFSETS))
 # Tiles looked at together.
 _CHUNK = tl.constexpr(256)
 
@@ -104,16 +104,16 @@ def store_ranges(ranges_ptr, first_item_ptr, tile_bitmap_ptr, first, n_partial, 
         tl.store(range_ptr + RANGE_NAN_OR_ZERO, tl.where(bad, NAN_BITS, 0))
 
 
-@triton.jit(do_not_specialize=["patterns", "row_blocks", "q_blocks", "q_len", "kv_len"])
+@triton.jit(do_not_specialize=["patterns", "row_blocks", "q_tiles", "q_len", "kv_len"])
 @no_type_check
 def code_tiles(
-    taken_ptr,  # int8 [P, query blocks, R + 1], 1 where a block of 128 is chosen; the last column is not read
+    taken_ptr,  # int8 [P, ceil(q_len / 128), R + 1], 1 where a block of 128 is chosen; the last column is not read
     bad_ptr,  # int32 [P], not 0 where gradients become NaN
     row_block_ptr,  # int32 [P * R + 1]; the number of tiles of block n is written to n + 1
     state_ptr,  # int32, codes of tiles in it, see `state_pointers`
     patterns,
-    row_blocks,  # of keys, R
-    q_blocks,
+    row_blocks,  # of 128 keys, R
+    q_tiles,  # tiles of QUERIES queries
     q_len,
     kv_len,
     QUERIES: tl.constexpr,
@@ -121,32 +121,34 @@ def code_tiles(
 ):
     """Write the codes of the tiles of a block of keys for `backward_order.py`, and count those that are not empty.
 
-    In a bad pattern, each block of keys and of queries has a full tile: the log-sum-exp of its queries is NaN, and so
-    are all gradients.
+    In a bad pattern, each block of keys and each tile of queries has a full tile: the log-sum-exp of its queries is
+    NaN, and so are all gradients.
     """
     pid = tl.program_id(0)
     pattern = pid // row_blocks
     row_block = pid % row_blocks
     query_blocks = (q_len + _KEYS - 1) // _KEYS
-    _, _, _, _, _, code_ptr = state_pointers(state_ptr, patterns * row_blocks, patterns, q_blocks, 0, 0)
-    code_ptr += pid.to(tl.int64) * q_blocks
+    _, _, _, _, _, code_ptr = state_pointers(state_ptr, patterns * row_blocks, patterns, q_tiles, 0, 0)
+    code_ptr += pid.to(tl.int64) * q_tiles
     taken_ptr += pattern.to(tl.int64) * query_blocks * (row_blocks + 1) + row_block
     is_bad = tl.load(bad_ptr + pattern) != 0
-    has_tail = (row_block + 1) * _KEYS > kv_len
+    has_tail = ((row_block + 1) * _KEYS > kv_len).to(tl.int32)
     tiles = 0
-    for first in range(0, q_blocks, _CHUNK):
+    for first in range(0, q_tiles, _CHUNK):
         q = first + tl.arange(0, _CHUNK)
-        exists = q < q_blocks
+        exists = q < q_tiles
         is_tile = tl.load(taken_ptr + q * QUERIES // _KEYS * (row_blocks + 1), mask=exists, other=0) != 0
-        place = q * 0
+        offset = tl.zeros([_CHUNK], tl.int32)
         if CAUSAL:
-            # Of chosen blocks, queries are not before keys.
-            place = tl.maximum(2 - (q * QUERIES - row_block * _KEYS) // 64, 0)
-        code = tl.where((place == 0) & (has_tail == 0), FULL, FIRST_BITMAP + has_tail.to(tl.int32) * _PLACES + place)
+            # The number of the tile's offset in `OFFSETS`, which is not negative: no later block is chosen.
+            offset = tl.maximum(2 - (q * QUERIES - row_block * _KEYS) // 64, 0)
+        bitmap = has_tail * _OFFSETS + offset
+        code = tl.where(bitmap == 0, FULL, FIRST_BITMAP + bitmap)
         if is_bad:
-            code = q * 0 + FULL
-            is_tile = (q.to(tl.int64) * row_blocks // q_blocks == row_block) | (
-                row_block.to(tl.int64) * q_blocks // row_blocks == q
+            code = tl.full([_CHUNK], FULL, tl.int32)
+            # Along the diagonal, so that every block and every tile of queries has one.
+            is_tile = (q.to(tl.int64) * row_blocks // q_tiles == row_block) | (
+                row_block.to(tl.int64) * q_tiles // row_blocks == q
             )
         is_tile = is_tile & exists
         tl.store(code_ptr + q, tl.where(is_tile, code, EMPTY).to(tl.int8), mask=exists)

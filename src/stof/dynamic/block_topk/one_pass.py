@@ -1,4 +1,4 @@
-"""Lists of Hopper's one-pass backward kernel for chosen blocks of 128: tiles whose place decides what they keep."""
+"""Lists of Hopper's one-pass backward kernel for chosen blocks of 128, filled on the device."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE, BackwardLists, check_count, most_sums
 from stof.kernels.implementation import tensors_of
 from stof.layout import bitmaps as bits
+from stof.layout.fill.tiles import state_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stof.dynamic.block_topk.buffers import BlockBuffers
 
-# Places of tiles under a causal mask: queries between their first key and their first query, which are multiples of 64.
-# Those that are further behind keep everything, as at the first place.
-PLACES = (128, 64, 0)
+# The offset of a tile is its first query less its first key, a multiple of 64. From 128 on, causal masks keep all of it.
+OFFSETS = (128, 64, 0)
 
 
-def kept_by_place(queries: int, keys: int) -> Tensor:
+def tile_masks(queries: int, keys: int) -> Tensor:
     """What tiles keep: bool `[2 * 3, 128, queries]`.
 
-    The one at `3 * tail + place` keeps what a causal mask does `PLACES[place]` queries behind its keys, and with a tail
-    only the first `keys % 128` keys.
+    Row `3 * has_tail + n` is a causal mask at offset `OFFSETS[n]`; with a tail, of the first `keys % 128` keys alone.
     """
     key, query = torch.arange(KEYS_OF_BLOCK)[:, None], torch.arange(queries)
-    causal = torch.stack([key <= query + place for place in PLACES])
+    causal = torch.stack([key <= query + offset for offset in OFFSETS])
     return torch.cat([causal, causal & (key < keys % KEYS_OF_BLOCK)])
 
 
@@ -41,22 +40,24 @@ class OnePassLists:
 
     Attributes:
         lists: what the kernel reads.
-        taken: int8 `[P, query blocks, key blocks + 1]`, 1 where a block is chosen; filled before `fill` is called.
+        taken: int8 `[P, query blocks, R + 1]`, 1 where a block of 128 keys is chosen; filled before `fill` is called.
         bad: int32 `[P]`, not 0 where all gradients become NaN.
-        state: as of `FilledTiles`: codes of tiles.
-        turns, sums, ends: what `count_additions` writes, and sums up to the end of each part.
-        unread: for outputs that `order_tiles` does not write here.
-        causal: of the mask.
+        state: int32, holds the code of each tile, see `count_kernels.state_pointers`.
+        ranks: int32 `[P, R, tiles of a row]`, how many tiles add to the same queries before this one.
+        sums: int32 `[P, 2 * tiles of a row]`, how many sums of dQ each block of queries has: of tiles from the diagonal
+            on, and of those before it. `sum_ends` is the inclusive prefix sum.
+        unused: for outputs of `order_tiles` that are not written here.
+        causal: whether queries see no later keys.
     """
 
     lists: BackwardLists
     taken: Tensor
     bad: Tensor
     state: Tensor
-    turns: Tensor
+    ranks: Tensor
     sums: Tensor
-    ends: Tensor
-    unread: Tensor
+    sum_ends: Tensor
+    unused: Tensor
     causal: bool
 
     def tensors(self) -> Iterator[Tensor]:
@@ -64,54 +65,55 @@ class OnePassLists:
         yield from tensors_of(self)
 
     def fill(self, _: Tensor) -> None:
-        """Write the lists of the blocks that are taken; the host is not asked."""
+        """Write the lists of the blocks that are taken; does not wait for the device.
+
+        The argument, the mask's scores, is what the lists of other kernels read.
+        """
         from stof.dynamic.block_topk.hopper_kernels import code_tiles
         from stof.kernels.hopper.backward_order import COLUMNS, count_additions, order_tiles
         from stof.runtime.launch import launch
 
         lists, device = self.lists, self.state.device
-        patterns, row_blocks, q_blocks = self.turns.shape
-        sizes = (patterns, row_blocks, q_blocks, lists.q_len, lists.kv_len)
+        patterns, row_blocks, q_tiles = self.ranks.shape
+        sizes = (patterns, row_blocks, q_tiles, lists.q_len, lists.kv_len)
         constants = (lists.queries, self.causal)
         tensors: tuple[Tensor, ...] = (self.taken, self.bad, lists.row_block_ptr, self.state)
         launch(code_tiles, patterns * row_blocks, tensors, sizes, constants, device=device)
         lists.row_block_ptr[1:].cumsum_(0)
-        counted = (self.state, lists.row_block_ptr, self.turns, self.sums)
-        groups = patterns * -(-q_blocks // COLUMNS)
-        launch(count_additions, groups, counted, (*sizes, 0), (lists.queries,), device=device)
-        torch.cumsum(self.sums, 1, dtype=torch.int32, out=self.ends)
-        lists.sum_ptr[:, 1:].copy_(self.ends[:, 1::2])
-        tensors = (*counted, self.ends, lists.bitmaps, lists.tiles, self.unread, self.unread)
-        launch(order_tiles, patterns * row_blocks, tensors, (*sizes, 0), (lists.queries, True), device=device)
+        inputs = (self.state, lists.row_block_ptr, self.ranks, self.sums)
+        seen_words = 0
+        groups = patterns * -(-q_tiles // COLUMNS)
+        launch(count_additions, groups, inputs, (*sizes, seen_words), (lists.queries,), device=device)
+        torch.cumsum(self.sums, 1, dtype=torch.int32, out=self.sum_ends)
+        lists.sum_ptr[:, 1:].copy_(self.sum_ends[:, 1::2])
+        tensors = (*inputs, self.sum_ends, lists.bitmaps, lists.tiles, self.unused, self.unused)
+        constants = (lists.queries, True)
+        launch(order_tiles, patterns * row_blocks, tensors, (*sizes, seen_words), constants, device=device)
 
 
 def one_pass_lists(buffers: BlockBuffers, queries: int) -> OnePassLists:
-    """Lists in tiles of 128 keys and so many queries, with room for any choice, to be filled.
+    """Allocate lists for any choice of blocks, in tiles of 128 keys x `queries` queries.
 
     Raises:
         UnfitLayoutError: too many tiles.
     """
     problem, device = buffers.problem, buffers.flags.device
     patterns, q_len, kv_len = problem.patterns, problem.q_len, problem.kv_len
-    row_blocks, q_blocks = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries)
-    # A bad pattern has a tile for each block of keys, and for each of queries.
-    of_pattern = q_blocks * buffers.k + row_blocks
-    room = patterns * min(of_pattern, row_blocks * q_blocks)
-    check_count(room)
+    row_blocks, q_tiles = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries)
+    # A bad pattern has at most `q_tiles + row_blocks` tiles, see `code_tiles`.
+    most_tiles = patterns * min(q_tiles * buffers.k + row_blocks, row_blocks * q_tiles)
+    check_count(most_tiles)
     zeros = int_zeros(device)
-    bitmaps = accumulator_order(bits.pack(kept_by_place(queries, kv_len)), queries).to(device)
+    bitmaps = accumulator_order(bits.pack(tile_masks(queries, kv_len)), queries).to(device)
     lists = BackwardLists(
         pattern_of=buffers.work.pattern_of, row_block_ptr=zeros(patterns * row_blocks + 1),
-        tiles=zeros(room + 2, len(TILE)), sum_ptr=zeros(patterns, q_blocks + 1), bitmaps=bitmaps,
-        row_blocks=row_blocks, queries=queries, q_len=q_len, kv_len=kv_len, sums=most_sums(q_blocks),
-        # A block that is chosen is seen by all queries of the other, up to the diagonal of a causal mask.
+        tiles=zeros(most_tiles + 2, len(TILE)), sum_ptr=zeros(patterns, q_tiles + 1), bitmaps=bitmaps,
+        row_blocks=row_blocks, queries=queries, q_len=q_len, kv_len=kv_len, sums=most_sums(q_tiles),
+        # Every query and key of a chosen block has a kept score; `hopper_refusals` excludes the exceptions.
         seen_queries=None, seen_keys=None,
     )  # fmt: skip
-    blocks = patterns * row_blocks
-    # See `count_kernels.state_pointers`.
-    state = zeros(4 * blocks + 2 * patterns + 2 + -(-blocks * q_blocks // 4))
     return OnePassLists(
-        lists=lists, taken=buffers.taken, bad=buffers.bad, state=state, turns=zeros(patterns, row_blocks, q_blocks),
-        sums=zeros(patterns, 2 * q_blocks), ends=zeros(patterns, 2 * q_blocks), unread=zeros(2).char(),
-        causal=buffers.causal,
+        lists=lists, taken=buffers.taken, bad=buffers.bad, state=zeros(state_size(patterns, row_blocks, q_tiles)),
+        ranks=zeros(patterns, row_blocks, q_tiles), sums=zeros(patterns, 2 * q_tiles),
+        sum_ends=zeros(patterns, 2 * q_tiles), unused=zeros(2).char(), causal=buffers.causal,
     )  # fmt: skip

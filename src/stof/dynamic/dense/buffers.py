@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stof.dynamic.backward_lists import BackwardLists, empty_tiles
+from stof.dynamic.backward_lists import TritonLists, empty_tiles
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers, empty_work
 from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.kernels.triton.backward_tiles import NAN_ROW_BLOCK, BackwardTiles
@@ -62,7 +62,7 @@ class DenseBuffers(WorkBuffers):
         for lists in self.backward.values():
             lists.fill(keep)
 
-    def backward_lists(self, size: int) -> BackwardLists:
+    def backward_lists(self, size: int) -> TritonLists:
         """Lists with room for the same share of all scores, of the mask and of the transposed mask."""
         flags, device = self.flags, self.flags.device
         of_mask, of_transposed = (self.problem.in_squares(size, transposed=transposed) for transposed in (False, True))
@@ -75,7 +75,7 @@ class DenseBuffers(WorkBuffers):
                 _list_tiles(dq, keep, flags)
             _list_tiles(dkv, keep, flags, transposed=True)
 
-        return BackwardLists(dq.tiles, dkv.tiles, (dq.owner, dkv.owner), fill)
+        return TritonLists(dq.tiles, dkv.tiles, (dq.owner, dkv.owner), fill)
 
 
 def dense_buffers(problem: DynamicSizes, density: float | None, device: torch.device) -> DenseBuffers:

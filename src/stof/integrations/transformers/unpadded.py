@@ -221,7 +221,7 @@ def _packed(
     only_token_types = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
-    # On the host, which has to wait for the lengths: there, packing takes less time than to launch the kernels for it.
+    # Packed on the CPU: the lengths are needed there anyway, and packing takes less time than launching kernels for it.
     device, ids, mask = ids.device, ids.cpu(), mask.cpu()
     lengths = right_padded_lengths(mask, ids, state.padding)
     # With compilation, batches without padding are packed too, so that compiled code runs them.
@@ -242,14 +242,14 @@ def _in_one_row(
     Args:
         per_token, mask: int `[B, S]` on the CPU; the ids of tokens are among them.
         lengths: of `right_padded_lengths`.
-        width: tokens of the row. Those behind the batch's are a sequence of their own, which repeats the first token.
+        width: tokens of the row. Behind those of the batch, the first token is repeated, as a sequence of its own.
         first_position: as for `pack`.
         device: of the packed tensors. The indices of the batch stay on the CPU.
     """
     tokens, (batch, length) = sum(lengths), mask.shape
     source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0).view(1, width)
     ends = [*accumulate(lengths, initial=0), *([] if width == tokens else [width])]
-    # No views: a compiled model whose inputs are views is compiled again for those of a recording, which are none.
+    # `take` copies: Dynamo compiles again when an input was a view and is none, as in recorded CUDA graphs.
     packed = {name: x.take(source).to(device) for name, x in per_token.items()}
     return PackedBatch(
         position_ids=(source % length + first_position).to(device),
@@ -274,22 +274,24 @@ def _graph_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def right_padded_lengths(mask: Tensor, ids: Tensor, padding: int | None) -> list[int] | None:
-    """The number of tokens in each row of a batch padded on the right.
+def right_padded_lengths(mask: Tensor, ids: Tensor, pad_token: int | None) -> list[int] | None:
+    """Return the number of tokens in each row of a batch padded on the right.
 
     Args:
         mask: `[B, S]`, 1 at tokens and 0 at padding.
         ids: int `[B, S]`.
-        padding: a token that no row may have but as padding; None if there is none.
+        pad_token: counts as padding wherever it is; None if there is none.
 
     Returns:
-        None for rows without tokens, other padding, and other values in the mask.
+        None if a row has no token, or padding before one, or if the mask has values besides 0 and 1.
     """
-    counts = mask.sum(1, dtype=torch.int64)
-    is_token = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
-    given = mask if padding is None else torch.where(ids == padding, 0, mask)
-    lengths: list[int] = counts.tolist()
-    return None if not lengths or 0 in lengths or bool((given != is_token).any()) else lengths
+    lengths = mask.sum(1, dtype=torch.int64)
+    is_token = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    mask = mask if pad_token is None else torch.where(ids == pad_token, 0, mask)
+    if 0 in lengths or not len(lengths) or bool((mask != is_token).any()):
+        return None
+    counted: list[int] = lengths.tolist()
+    return counted
 
 
 def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:

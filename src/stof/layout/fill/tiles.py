@@ -219,6 +219,12 @@ class TileFill:
         )  # fmt: skip
 
 
+def state_size(patterns: int, row_blocks: int, columns: int) -> int:
+    """The length of a state, int32, without a table of bitmaps and words of seen keys; see `state_pointers`."""
+    blocks = patterns * row_blocks
+    return 4 * blocks + 2 * patterns + 2 + -(-blocks * columns // 4)
+
+
 def start_fill(
     mask: Mask,
     q_len: int,
