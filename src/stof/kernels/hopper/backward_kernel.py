@@ -86,7 +86,15 @@ from stof.kernels.hopper.backward_copies import (
     wait_item,
 )
 from stof.kernels.hopper.backward_intrinsics import arrive_named, wait_count, wait_named
-from stof.kernels.hopper.intrinsics import bit_layout, hide_from_compiler, reinterpret, thread_barrier, tile_layout
+from stof.kernels.hopper.intrinsics import (
+    bit_layout,
+    hide_from_compiler,
+    in_store_layout,
+    reinterpret,
+    store_layout,
+    thread_barrier,
+    tile_layout,
+)
 from stof.kernels.hopper.softmax import kept, tanh_of_exponent
 from stof.runtime.pdl import launch_next_and_wait
 
@@ -290,14 +298,16 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
             gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
     if rank + 1 == adding:
         kv_heads = args.heads // args.heads_per_group
-        row = row_block * KEYS + key
-        exists = (row < args.kv_len)[:, None] & (column < config.head_dim)
+        to: gl.constexpr = store_layout(D)
+        row = row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, to))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, to))[None, :]
+        exists = (row < args.kv_len)[:, None] & (columns < config.head_dim)
         b, h, rows = (kv_head // kv_heads).to(gl.int64), (kv_head % kv_heads).to(gl.int64), row.to(gl.int64)[:, None]
         to_dk, to_dv = args.stride_dk, args.stride_dv
-        dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + column
-        dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + column
-        gl.store(dk_ptrs, (dk * args.scale).to(dtype), exists)
-        gl.store(dv_ptrs, dv.to(dtype), exists)
+        dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + columns
+        gl.store(dk_ptrs, in_store_layout(dk * args.scale, dtype), exists)
+        dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + columns
+        gl.store(dv_ptrs, in_store_layout(dv, dtype), exists)
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
