@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import stof
-from stof import LayoutConfig, masks
+from stof import LayoutConfig, dispatch, masks
 from stof.dynamic.backward_lists import TritonLists
+from stof.dynamic.block_topk.buffers import BlockBuffers
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
 from stof.errors import PlanMismatchError, UnsupportedError
 from stof.kernels.config import KernelConfig
+from stof.kernels.implementation import Options
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
@@ -212,6 +215,29 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         stof.attention(q, k, v, plan)
     with pytest.raises(UnsupportedError, match="calls with a bias have no gradients"):
         stof.attention(q, k, v, plan, bias=torch.zeros(90, 90, dtype=q.dtype))
+
+
+@IN_INTERPRETER
+def test_lists_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kernels serve, and no call reads lists that are half filled."""
+    run_as_on_a_gpu(monkeypatch)
+    tensors = inputs(torch.float32)
+    plan = stof.dynamic_plan(example("block_topk"), 90, heads=HEADS)
+    plan._buffers = buffers_of(example("block_topk"), 90, 90)
+    fill_buffers(plan._buffers, plan.mask)
+    plan.gradients = gradients_of = DynamicGradients(plan, plan._buffers)
+    name, tiling = gradients_of.choices(dispatch.call_spec(plan, *tensors, Options(1.0)))[0]
+    broken = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockBuffers, "fill_lists", broken)
+        for call in (lambda: stof.attention(*tensors, plan), lambda: plan.update(plan.mask)):
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+            assert not gradients_of.has_lists(name, tiling)
+            with pytest.raises(PlanMismatchError, match="update it again"), torch.no_grad():
+                stof.attention(*tensors, plan)
+    plan.update(plan.mask)
+    assert_equal_to_plan(plan, plan.mask, tensors, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

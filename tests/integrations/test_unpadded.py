@@ -77,14 +77,40 @@ def test_packed_inputs_are_no_views() -> None:
     assert torch.equal(batch.unpack(inputs["input_ids"]), torch.where(mask.bool(), ids, 0))
 
 
-@pytest.mark.parametrize("value", [2, -1])
-def test_masks_that_number_sequences(value: int) -> None:
-    model, inputs = hf.enable(models.bert(), unpad=True), _inputs()
-    inputs["attention_mask"][1, 7:] = value
-    for extra in ({}, {"position_ids": torch.arange(16).expand(3, 16)}):
-        with pytest.raises(UnsupportedError, match="above 1") if value > 1 else nullcontext():
-            _, calls = _packed_calls(model, inputs | extra)
-            assert calls == 0
+@pytest.mark.parametrize("values", [[2], [-1], [0.5], [2, -2], [1]], ids=str)
+def test_masks_with_other_values(values: list[float]) -> None:
+    """At padding: they number sequences, or are no masks; also where the token of padding is."""
+    for build in (models.bert, _roberta):
+        model, inputs = hf.enable(build(), unpad=True), _inputs()
+        inputs["attention_mask"] = inputs["attention_mask"].double()
+        inputs["attention_mask"][0, 8 : 8 + len(values)] = torch.tensor(values, dtype=torch.float64)
+        for extra in ({}, {"position_ids": torch.arange(16).expand(3, 16)}):
+            with pytest.raises(UnsupportedError, match="above 1") if max(values) > 1 else nullcontext():
+                _, calls = _packed_calls(model, inputs | extra)
+                assert calls == 0
+
+
+def test_numbered_masks_of_replaced_forward_methods() -> None:
+    """They are refused where stof reads them, whichever `forward` runs."""
+    inputs = _inputs()
+    inputs["attention_mask"][0, :3] = 2
+    model = hf.enable(models.bert(), unpad=True)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match="above 1"):
+        model(**inputs)
+    model = hf.enable(models.bert(), unpad=True)
+
+    class Derived(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self._stof_unpadded_class.forward(self, *args, **kwargs)
+
+    model.__class__ = Derived
+    with pytest.raises(UnsupportedError, match="above 1"):
+        model(**inputs)
+    model = hf.enable(models.bert(), unpad=True)
+    model.set_attn_implementation("sdpa")
+    model(**inputs)
 
 
 @pytest.mark.parametrize("build", [models.bert, _roberta])

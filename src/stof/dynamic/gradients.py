@@ -81,6 +81,10 @@ class DynamicGradients(PlanGradients):
             make = partial(buffers.one_pass_lists, layout)
         buffers.backward[name, layout] = outside_graph_pool(buffers.flags.device, make)
 
+    def drop_lists(self, name: str, tiling: BackwardTiling) -> None:
+        """Forget the lists of a choice, which could not be filled."""
+        self._buffers.backward.pop((name, _layout_of(tiling)), None)
+
     def has_lists(self, name: str, tiling: BackwardTiling) -> bool:
         """Whether the lists of a choice were made."""
         return (name, _layout_of(tiling)) in self._buffers.backward
@@ -90,8 +94,8 @@ class DynamicGradients(PlanGradients):
         lists = self._buffers.backward.get((name, _layout_of(tiling)))
         if lists is None:
             raise UnsupportedError(
-                "the lists for gradients of this call were not made; call stof.attention(q, k, v, plan), which makes "
-                "them",
+                "the lists for gradients of this call were not made; call stof.attention(q, k, v, plan) again, which "
+                "makes them",
                 {},
             )
         if isinstance(lists, OnePassLists):

@@ -66,6 +66,7 @@ class DynamicPlan(Plan):
         self._updates = {False: Update(), True: Update()}
         self._replayed = False
         self._captured = False
+        self._is_filled = True
         self._streams: set[int] = set()
         self.updates = 0
         self._changes = Changes()
@@ -156,6 +157,7 @@ class DynamicPlan(Plan):
 
     def _fill(self, buffers: WorkBuffers, mask: Mask, capturing: bool, ordered: int) -> None:
         """Launch what writes the lists, behind what writes and reads them; see `Update.wait_for_calls`."""
+        self._is_filled = False
         last = self._updates[capturing]
         last.join()
         if not capturing:
@@ -164,6 +166,7 @@ class DynamicPlan(Plan):
         fill_buffers(buffers, mask)
         if streams.stream_id() not in self._streams:  # tensors are collected for the first update on a stream alone
             record_streams(buffers.tensors(), self.device, self._streams)
+        self._is_filled = True
 
     def check(self) -> None:
         """Raise if anything could not be computed since the last check; waits for the device.
@@ -220,7 +223,15 @@ class DynamicPlan(Plan):
         return super().find_call(*arguments)
 
     def wait_for_update(self) -> None:
-        """Let the plan's device's current stream wait for the last update."""
+        """Let the plan's device's current stream wait for the last update.
+
+        Raises:
+            PlanMismatchError: it failed, and lists hold parts of two masks.
+        """
+        if not self._is_filled:
+            raise PlanMismatchError(
+                "the last update of this dynamic plan failed, and its lists hold parts of two masks; update it again"
+            )
         if self._buffers is not None and torch.cuda.is_initialized():
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -251,20 +262,29 @@ class DynamicPlan(Plan):
             )
         if self._buffers is None:
             return
-        name, tiling = self.gradients.choices(call)[0]
-        if self.gradients.has_lists(name, tiling):
-            return
-        if self._captured or in_capture():
-            raise UnsupportedError(
-                "the first call with gradients under a dynamic plan makes lists that updates fill; make one such call "
-                "before an update or a call is captured in a CUDA graph",
-                {},
-            )
-        with torch.cuda.device(self.device):
-            self.gradients.make_lists(name, tiling)
-            self._streams.clear()  # the new lists were recorded on none
-            self._fill(self._buffers, self._mask, False, streams.stream_id())
-            self._updates[False] = Update.here()
+        while True:
+            name, tiling = self.gradients.choices(call)[0]
+            if self.gradients.has_lists(name, tiling):
+                return
+            if self._captured or in_capture():
+                raise UnsupportedError(
+                    "the first call with gradients under a dynamic plan makes lists that updates fill; make one such "
+                    "call before an update or a call is captured in a CUDA graph",
+                    {},
+                )
+            try:
+                with torch.cuda.device(self.device):
+                    self.gradients.make_lists(name, tiling)
+                    self._streams.clear()  # the new lists were recorded on none
+                    self._fill(self._buffers, self._mask, False, streams.stream_id())
+                    self._updates[False] = Update.here()
+                return
+            except KernelError as error:
+                self.gradients.drop_lists(name, tiling)
+                self.gradients.reject(name, tiling, error)
+            except BaseException:
+                self.gradients.drop_lists(name, tiling)
+                raise
 
     def refuse_first_call(self) -> None:
         """Nothing: see `choice` for what runs within a capture."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stof.dynamic.block_topk.buffers import BlockBuffers
 
-# The offset of a tile is its first query less its first key, a multiple of 64. From 128 on, causal masks keep everything.
+# The offset of a tile is its first query less its first key, a multiple of 64. Causal masks keep all of it from 128 on.
 OFFSETS = (128, 64, 0)
 
 

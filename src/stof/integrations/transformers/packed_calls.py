@@ -32,7 +32,7 @@ _CACHE = ("past_key_values", "cache")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _FLATTENED = (*_BOUNDARIES, "max_length_q", "max_length_k")
 _CALL_INFO = "_stof_called"
-# An attribute of models whose `forward` refuses padding masks that number sequences.
+# An attribute of classes: their `forward`, if it refuses padding masks that number sequences.
 FORWARD_READS_MASKS = "_stof_forward_reads_masks"
 _CAPTURED = "_stof_captured"
 _NUMBERED = (
@@ -137,7 +137,7 @@ def before_forward(
                 {},
             )
         # Dynamo traces the hooks of the compiled module separately; an assertion there would add a graph.
-        if called.is_inner if tracing else not getattr(module, FORWARD_READS_MASKS, False):
+        if called.is_inner if tracing else not _forward_reads_masks(module):
             refuse_numbered_mask(arguments, tracing)
         if packed is None:
             how = called.takes_mask, arguments, tracing, getattr(module, _CAPTURED, False)
@@ -200,6 +200,12 @@ def _cannot_read(values: Tensor, tracing: bool) -> bool:
     `tracing` is an argument, because Dynamo may trace this function alone in an eager call.
     """
     return tracing or is_exporting() or (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _forward_reads_masks(module: nn.Module) -> bool:
+    """Whether the `forward` that will run refuses masks that number sequences; others may have replaced it."""
+    kind = type(module)
+    return "forward" not in vars(module) and getattr(kind, FORWARD_READS_MASKS, None) is kind.forward
 
 
 def refuse_numbered_mask(arguments: dict[str, Any], tracing: bool = False) -> None:

@@ -19,6 +19,7 @@ from stof.integrations.torch.cuda_graphs import CudaGraphRunner
 from stof.integrations.transformers.model_mask import ModelMask
 from stof.integrations.transformers.packed_calls import before_forward, refuse_numbered_mask
 from stof.integrations.transformers.packing import PackedBatch
+from stof.integrations.transformers.sparse_mask import NAME
 from stof.integrations.transformers.sparsify import self_attention_layers
 from stof.masks import Mask, documents
 
@@ -169,7 +170,6 @@ class _Unpadding:
     """The methods of encoders that leave out padding, in front of those of their class."""
 
     _stof_unpadded_class: Any
-    _stof_forward_reads_masks = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (_new, (self._stof_unpadded_class,), *super().__reduce_ex__(protocol)[2:])
@@ -183,7 +183,8 @@ class _Unpadding:
         parameters = _parameters(self._stof_unpadded_class)
         packed = None if state is None else _packed(state, parameters, args, kwargs)
         if state is None or packed is None:
-            refuse_numbered_mask(dict(zip(parameters, args, strict=False)) | kwargs)
+            if self.config._attn_implementation == NAME:  # type: ignore[attr-defined]
+                refuse_numbered_mask(dict(zip(parameters, args, strict=False)) | kwargs)
             return padded(*args, **kwargs)
         batch, options = packed
         try:
@@ -198,6 +199,9 @@ class _Unpadding:
             _log.info("%s computes on padding from now on: %s", type(self).__name__, error)
             delattr(self, _STATE)
             return padded(*args, **kwargs)
+
+    # See `packed_calls.FORWARD_READS_MASKS`.
+    _stof_forward_reads_masks = forward
 
 
 @functools.cache
@@ -280,15 +284,16 @@ def right_padded_lengths(mask: Tensor, ids: Tensor, pad_token: int | None) -> li
     Args:
         mask: `[B, S]`, 1 at tokens and 0 at padding.
         ids: int `[B, S]`.
-        pad_token: counts as padding wherever it is; None if there is none.
+        pad_token: may be at padding alone; None if there is none.
 
     Returns:
-        None if a row has no token, or padding before one, or if the mask has values besides 0 and 1.
+        None if a row has no token, a `pad_token` among them, or padding before them, and for other values in the mask.
     """
     lengths = mask.sum(1, dtype=torch.int64)
     is_token = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-    mask = mask if pad_token is None else torch.where(ids == pad_token, 0, mask)
-    if 0 in lengths or not len(lengths) or bool((mask != is_token).any()):
+    if not len(lengths) or 0 in lengths or bool((mask != is_token).any()):
+        return None
+    if pad_token is not None and bool((is_token & (ids == pad_token)).any()):
         return None
     counted: list[int] = lengths.tolist()
     return counted
