@@ -29,7 +29,8 @@ number of multiprocessors.
 | item_full  | 2      | writes the next item        | wait before an item               | wait before an item       |
 | item_empty | 2      | waits before it writes      | arrive after dK and dV are stored | arrive when they read it  |
 | kv_full    | 1      | copies K and V              | wait before an item's first tile  | -                         |
-| kv_empty   | 1      | waits before it copies      | arrive after an item's last tile  | -                         |
+| k_empty    | 1      | waits before it copies K    | arrive after an item's last dQ    | -                         |
+| v_empty    | 1      | waits before it copies V    | arrive after an item's last dP    | -                         |
 | q_full     | 2      | copies Q, dO, lse and delta | wait before S                     | -                         |
 | dq_empty   | 2      | -                           | wait before they write dQ         | arrive when both are read |
 | Q_EMPTY    | 2      | waits before it copies      | arrive after dK                   | -                         |
@@ -228,12 +229,13 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     for free in gl.static_range(STAGES):
         arrive_named(Q_EMPTY + free, WITH_PRODUCER)
     begin, end = wait_item(args, 0, 4)
+    first_bitmap = gl.load(args.tiles_ptr + gl.maximum(begin, 0) * TILE_SIZE + BITMAP)
     while begin >= 0:
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
         if begin < end:
             # Words of a bitmap are loaded before dQ and dK of the tile before, their number an iteration earlier.
-            bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
+            bitmap = first_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
             mbarrier.wait(args.kv_full, kv_phase)
@@ -255,18 +257,21 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 phase = phase ^ stage
                 stage = stage ^ 1
                 ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
+            mbarrier.arrive(args.v_empty, count=1)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+            mbarrier.arrive(args.k_empty, count=1)
             arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
             _send_dq(args, dq, stage, phase, GROUP)
-            mbarrier.arrive(args.kv_empty, count=1)
             phase = phase ^ stage
             stage = stage ^ 1
             kv_phase = kv_phase ^ 1
+        begin, end = wait_item(args, index + 1, 4)
+        # On its way while dK and dV are stored.
+        first_bitmap = gl.load(args.tiles_ptr + gl.maximum(begin, 0) * TILE_SIZE + BITMAP)
         _store(args, index, dk, dv, GROUP, config)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         index += 1
-        begin, end = wait_item(args, index, 4)
 
 
 @gluon.jit
@@ -367,11 +372,13 @@ def backward_kernel(
     item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(ITEM_STAGES):
         mbarrier.init(item_full.index(i), count=1)
         mbarrier.init(item_empty.index(i), count=4)
@@ -385,8 +392,8 @@ def backward_kernel(
         kv_counters_ptr=counters_ptr + 1 + sums * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
-        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty,
-        q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
+        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,
+        v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
         slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
