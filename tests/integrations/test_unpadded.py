@@ -69,7 +69,7 @@ def test_packed_inputs_are_no_views() -> None:
     ids, lengths = torch.arange(32).view(2, 16), [5, 16]
     mask = (torch.arange(16) < torch.tensor(lengths)[:, None]).long()
     per_token = {"input_ids": ids, "token_type_ids": ids}
-    batch = unpadded._in_one_row(per_token, mask, lengths, 24, 2, torch.device("cpu"))
+    batch = unpadded._in_one_row(per_token, mask, lengths, 24, 2)
     inputs = batch.model_inputs()
     assert all(inputs[name]._base is None for name in ("input_ids", "position_ids", "token_type_ids"))
     assert inputs["input_ids"].tolist() == [[*range(5), *range(16, 32), 0, 0, 0]]

@@ -6,7 +6,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -225,38 +224,33 @@ def _packed(
     only_token_types = set(tensors) <= {"token_type_ids"} and all(x.shape == ids.shape for x in tensors.values())
     if not only_token_types or options.get("past_key_values") is not None or options.get("output_attentions"):
         return None
-    # Packed on the CPU: the lengths are needed there anyway, and packing takes less time than launching kernels for it.
-    device, ids, mask = ids.device, ids.cpu(), mask.cpu()
     lengths = right_padded_lengths(mask, ids, state.padding)
     # With compilation, batches without padding are packed too, so that compiled code runs them.
     if lengths is None or (state.compiled is None and min(lengths) == ids.shape[1]):
         return None
     width = sum(lengths) if state.recorded is None else _graph_tokens(sum(lengths))
     first_position = 0 if state.padding is None else state.padding + 1
-    per_token = {"input_ids": ids} | {name: x.cpu() for name, x in tensors.items()}
-    return _in_one_row(per_token, mask, lengths, width, first_position, device), options
+    return _in_one_row({"input_ids": ids, **tensors}, mask, lengths, width, first_position), options
 
 
 def _in_one_row(
-    per_token: dict[str, Tensor], mask: Tensor, lengths: list[int], width: int, first_position: int,
-    device: torch.device,
-) -> PackedBatch:  # fmt: skip
-    """What `pack` returns for a batch padded on the right, with padding behind its tokens.
+    per_token: dict[str, Tensor], mask: Tensor, lengths: list[int], width: int, first_position: int
+) -> PackedBatch:
+    """What `pack` returns for a batch padded on the right, in few kernels, with padding behind its tokens.
 
     Args:
-        per_token, mask: int `[B, S]` on the CPU; the ids of tokens are among them.
+        per_token, mask: int `[B, S]`; the ids of tokens are among them.
         lengths: of `right_padded_lengths`.
         width: tokens of the row. Behind those of the batch, the first token is repeated, as a sequence of its own.
         first_position: as for `pack`.
-        device: of the packed tensors. The indices of the batch stay on the CPU.
     """
     tokens, (batch, length) = sum(lengths), mask.shape
     source = torch.nonzero_static(mask.flatten(), size=width, fill_value=0).view(1, width)
     ends = [*accumulate(lengths, initial=0), *([] if width == tokens else [width])]
     # `take` copies: Dynamo compiles again when an input was a view and is none, as in recorded CUDA graphs.
-    packed = {name: x.take(source).to(device) for name, x in per_token.items()}
+    packed = {name: x.take(source) for name, x in per_token.items()}
     return PackedBatch(
-        position_ids=(source % length + first_position).to(device),
+        position_ids=source % length + first_position,
         mask=documents(cu_seqlens=ends),
         lengths=tuple(lengths),
         padded_shape=(batch, length),
@@ -279,7 +273,7 @@ def _graph_tokens(tokens: int) -> int:
 
 
 def right_padded_lengths(mask: Tensor, ids: Tensor, pad_token: int | None) -> list[int] | None:
-    """Return the number of tokens in each row of a batch padded on the right.
+    """Return the number of tokens in each row of a batch padded on the right; waits for the device, once.
 
     Args:
         mask: `[B, S]`, 1 at tokens and 0 at padding.
@@ -289,14 +283,13 @@ def right_padded_lengths(mask: Tensor, ids: Tensor, pad_token: int | None) -> li
     Returns:
         None if a row has no token, a `pad_token` among them, or padding before them, and for other values in the mask.
     """
-    lengths = mask.sum(1, dtype=torch.int64)
-    is_token = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-    if not len(lengths) or 0 in lengths or bool((mask != is_token).any()):
-        return None
-    if pad_token is not None and bool((is_token & (ids == pad_token)).any()):
-        return None
-    counted: list[int] = lengths.tolist()
-    return counted
+    counts = mask.sum(1, dtype=torch.int64)
+    is_token = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
+    wrong = mask != is_token
+    if pad_token is not None:
+        wrong |= is_token & (ids == pad_token)
+    *lengths, any_wrong = torch.cat([counts, wrong.any()[None]]).tolist()
+    return None if not lengths or 0 in lengths or any_wrong else lengths
 
 
 def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: Any) -> Any:
@@ -304,8 +297,7 @@ def _unpacked_output(encoder: Any, state: _State, batch: PackedBatch, output: An
     if not isinstance(output, (tuple, Mapping)):
         raise _unknown_output(encoder, type(output).__name__)
     values: dict[Any, Any] = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
-    first, device = next(iter(values)), batch.input_ids.device
-    batch = replace(batch, source=batch.source.to(device), target=batch.target.to(device))
+    first = next(iter(values))
     unpacked: dict[Any, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and not _has_tokens(batch, value) and name != first:
