@@ -176,8 +176,11 @@ def _flex(mask: Any, shape: Shape) -> tuple[_Attend, None]:
         mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, seq_lengths=(shape.q_len, shape.kv_len),
     )  # fmt: skip
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    grouped = shape.heads > shape.kv_heads
-    return lambda q, k, v: compiled(q, k, v, enable_gqa=grouped, block_mask=block_mask), None
+    # Its tiles have to divide the blocks.
+    sizes = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+    options = dict.fromkeys(sizes, mask.block_size) if mask.block_size < 128 else None
+    how: dict[str, Any] = {"enable_gqa": shape.heads > shape.kv_heads, "kernel_options": options}
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, **how), None
 
 
 WAYS: dict[str, Callable[[Any, Shape], tuple[_Attend, Callable[[], object] | None]]] = {"stof": _stof, "flex": _flex}
