@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from stof.kernels.bitmap_order import accumulator_order
+from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK
 from stof.layout import bitmaps as bits
+
+# The offset of a tile is its first query less its first key, a multiple of 64. Causal masks keep all of it from 128 on.
+OFFSETS = (128, 64, 0)
 
 
 def kept_by_place(block_m: int, width: int, columns: int, transposed: bool = False) -> Tensor:
@@ -28,3 +32,13 @@ def kept_by_place(block_m: int, width: int, columns: int, transposed: bool = Fal
 def bitmaps_of(block_m: int, width: int, columns: int, transposed: bool = False) -> Tensor:
     """`kept_by_place` in accumulator order, int32."""
     return accumulator_order(bits.pack(kept_by_place(block_m, width, columns, transposed)), width)
+
+
+def tile_masks(queries: int, keys: int) -> Tensor:
+    """What tiles keep: bool `[2 * 3, 128, queries]`.
+
+    Row `3 * has_tail + n` is a causal mask at offset `OFFSETS[n]`; with a tail, of the first `keys % 128` keys alone.
+    """
+    key, query = torch.arange(KEYS_OF_BLOCK)[:, None], torch.arange(queries)
+    causal = torch.stack([key <= query + offset for offset in OFFSETS])
+    return torch.cat([causal, causal & (key < keys % KEYS_OF_BLOCK)])

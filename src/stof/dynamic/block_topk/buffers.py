@@ -140,7 +140,10 @@ class BlockBuffers(WorkBuffers):
         return tuple(refusals)
 
     def one_pass_lists(self, config: LayoutConfig) -> OnePassLists:
-        return one_pass_lists(self, config.block_n)
+        return one_pass_lists(
+            self.problem, self.work.pattern_of, self.taken, self.bad, k=self.k, causal=self.causal,
+            queries=config.block_n,
+        )  # fmt: skip
 
     def hopper_refusals(self) -> tuple[str, ...]:
         """Why the Hopper kernel cannot run masks like these, in any shape of tiles."""

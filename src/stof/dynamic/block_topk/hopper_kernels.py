@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.dynamic.block_topk import one_pass
+from stof.dynamic.block_topk import bitmaps
 from stof.dynamic.block_topk.triton_kernels import EVERYTHING, list_blocks, store_columns_of
 from stof.kernels import packed_integers
 from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK
@@ -24,7 +24,7 @@ from stof.layout.fill.bitmap_kernels import EMPTY, FULL
 from stof.layout.fill.count_kernels import state_pointers
 
 NAN_BITS = tl.constexpr(packed_integers.NAN_BITS)
-_KEYS, _OFFSETS = tl.constexpr(KEYS_OF_BLOCK), tl.constexpr(len(one_pass.OFFSETS))
+_KEYS, _OFFSETS = tl.constexpr(KEYS_OF_BLOCK), tl.constexpr(len(bitmaps.OFFSETS))
 # Tiles looked at together.
 _CHUNK = tl.constexpr(256)
 

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from stof.dynamic.sizes import int_zeros
+from stof.dynamic.block_topk.bitmaps import tile_masks
+from stof.dynamic.sizes import DynamicSizes, int_zeros
 from stof.kernels.bitmap_order import accumulator_order
 from stof.kernels.hopper.backward_lists import KEYS_OF_BLOCK, TILE, BackwardLists, check_count, most_sums
 from stof.kernels.implementation import tensors_of
 from stof.layout import bitmaps as bits
 from stof.layout.fill.tiles import state_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stof.dynamic.block_topk.buffers import BlockBuffers
-
-# The offset of a tile is its first query less its first key, a multiple of 64. Causal masks keep all of it from 128 on.
-OFFSETS = (128, 64, 0)
-
-
-def tile_masks(queries: int, keys: int) -> Tensor:
-    """What tiles keep: bool `[2 * 3, 128, queries]`.
-
-    Row `3 * has_tail + n` is a causal mask at offset `OFFSETS[n]`; with a tail, of the first `keys % 128` keys alone.
-    """
-    key, query = torch.arange(KEYS_OF_BLOCK)[:, None], torch.arange(queries)
-    causal = torch.stack([key <= query + offset for offset in OFFSETS])
-    return torch.cat([causal, causal & (key < keys % KEYS_OF_BLOCK)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,29 +74,38 @@ class OnePassLists:
         launch(order_tiles, patterns * row_blocks, tensors, (*sizes, seen_words), constants, device=device)
 
 
-def one_pass_lists(buffers: BlockBuffers, queries: int) -> OnePassLists:
+def one_pass_lists(
+    problem: DynamicSizes, pattern_of: Tensor, taken: Tensor, bad: Tensor, *, k: int, causal: bool, queries: int
+) -> OnePassLists:
     """Allocate lists for any choice of blocks, in tiles of 128 keys x `queries` queries.
+
+    Args:
+        problem: sizes of the attention.
+        pattern_of: int32 `[mask_batch, mask_heads]`.
+        taken, bad, causal: as of `OnePassLists`.
+        k: most blocks that a block of queries takes.
+        queries: of a tile.
 
     Raises:
         UnfitLayoutError: too many tiles.
     """
-    problem, device = buffers.problem, buffers.flags.device
+    device = taken.device
     patterns, q_len, kv_len = problem.patterns, problem.q_len, problem.kv_len
     row_blocks, q_tiles = -(-kv_len // KEYS_OF_BLOCK), -(-q_len // queries)
     # A bad pattern has at most `q_tiles + row_blocks` tiles, see `code_tiles`.
-    most_tiles = patterns * min(q_tiles * buffers.k + row_blocks, row_blocks * q_tiles)
+    most_tiles = patterns * min(q_tiles * k + row_blocks, row_blocks * q_tiles)
     check_count(most_tiles)
     zeros = int_zeros(device)
     bitmaps = accumulator_order(bits.pack(tile_masks(queries, kv_len)), queries).to(device)
     lists = BackwardLists(
-        pattern_of=buffers.work.pattern_of, row_block_ptr=zeros(patterns * row_blocks + 1),
+        pattern_of=pattern_of, row_block_ptr=zeros(patterns * row_blocks + 1),
         tiles=zeros(most_tiles + 2, len(TILE)), sum_ptr=zeros(patterns, q_tiles + 1), bitmaps=bitmaps,
         row_blocks=row_blocks, queries=queries, q_len=q_len, kv_len=kv_len, sums=most_sums(q_tiles),
         # Every query and key of a chosen block has a kept score; `hopper_refusals` excludes the exceptions.
         seen_queries=None, seen_keys=None,
     )  # fmt: skip
     return OnePassLists(
-        lists=lists, taken=buffers.taken, bad=buffers.bad, state=zeros(state_size(patterns, row_blocks, q_tiles)),
+        lists=lists, taken=taken, bad=bad, state=zeros(state_size(patterns, row_blocks, q_tiles)),
         ranks=zeros(patterns, row_blocks, q_tiles), sums=zeros(patterns, 2 * q_tiles),
-        sum_ends=zeros(patterns, 2 * q_tiles), unused=zeros(2).char(), causal=buffers.causal,
+        sum_ends=zeros(patterns, 2 * q_tiles), unused=zeros(2).char(), causal=causal,
     )  # fmt: skip
