@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -115,6 +115,16 @@ class RowFile(Generic[_R]):
         self.not_run = [entry for entry in self.not_run if self.key(entry) not in again] + list(not_run)
         if self.path is not None:
             write_results(self.path, provenance(self.device) | self.meta, self.rows, self.not_run)
+
+
+def saving(rows: Iterable[_R], output: Path | None, device: torch.device) -> Iterator[_R]:
+    """Yield rows, which are dataclasses; where there is an output file, write all rows so far to it before each."""
+    results: list[Any] = []
+    for row in rows:
+        results.append(row)
+        if output is not None:
+            write_json(output, {"provenance": provenance(device), "rows": [asdict(one) for one in results]})
+        yield row
 
 
 def state(value: Any) -> Any:

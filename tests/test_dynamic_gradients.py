@@ -19,13 +19,15 @@ from stof.dynamic.block_topk.buffers import BlockBuffers
 from stof.dynamic.buffers import OVERFLOW, WorkBuffers
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
-from stof.errors import PlanMismatchError, UnsupportedError
+from stof.errors import PlanMismatchError, UnfitLayoutError, UnsupportedError
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.backward_lists import LAYOUTS
 from stof.kernels.implementation import Options
 from stof.kernels.triton.backward_tiles import PreparedBackward
 from stof.layout import bitmaps as bits
 from stof.masks import Mask
 from stof.masks.tensors import dense_view
+from stof.selection.backward_tilings import BackwardTiling
 from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
 from tests.kernels.gradients import assert_gradients, poison
@@ -219,7 +221,7 @@ def test_plans_as_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @IN_INTERPRETER
 def test_lists_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other kernels serve, and no call reads lists that are half filled."""
+    """No call reads lists that are half filled; where one kernel cannot have lists, the others serve."""
     run_as_on_a_gpu(monkeypatch)
     tensors = inputs(torch.float32)
     plan = stof.dynamic_plan(example("block_topk"), 90, heads=HEADS)
@@ -237,7 +239,12 @@ def test_lists_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(PlanMismatchError, match="update it again"), torch.no_grad():
                 stof.attention(*tensors, plan)
     plan.update(plan.mask)
+    one_pass = BackwardTiling(dkv_layout=(LAYOUTS[128], None))
+    monkeypatch.setattr(DynamicGradients, "_one_pass", lambda self, call: ("hopper", one_pass, []))
+    monkeypatch.setattr(BlockBuffers, "one_pass_lists", mock.Mock(side_effect=UnfitLayoutError("too many tiles")))
     assert_equal_to_plan(plan, plan.mask, tensors, atol=1e-4, rtol=1e-4)
+    assert gradients_of.has_lists(name, tiling)
+    assert not gradients_of.has_lists("hopper", one_pass)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,12 +69,12 @@ def _cell(
 ) -> Iterator[TopkRow]:
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(heads: int) -> Tensor:
+    def random_tensor(heads: int) -> Tensor:
         sizes = (shape.batch, heads, shape.q_len, shape.head_dim)
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
-    q, k, v = (drawn(heads).requires_grad_() for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
-    d_out, count = drawn(shape.heads), -(-shape.q_len // block)
+    q, k, v = (random_tensor(heads).requires_grad_() for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+    d_out, count = random_tensor(shape.heads), -(-shape.q_len // block)
     scores = torch.randn(shape.batch, shape.heads, count, count, generator=generator, device=device)
     mask = masks.block_topk(scores, max(1, round(share * count)), block_size=block, causal=True)
     kept = _kept_scores(mask, shape.q_len, block)
@@ -110,7 +110,10 @@ def _cell(
 
 
 def _kept_scores(mask: Any, length: int, block: int) -> float:
-    """Scores of all batch entries and heads that the mask keeps."""
+    """Scores of all batch entries and heads that a causal mask of blocks keeps.
+
+    A chosen block on the diagonal, of n rows, lacks n (n - 1) / 2 of its scores.
+    """
     chosen = mask.selected()
     rows = torch.arange(chosen.shape[-1], device=chosen.device) * block
     sizes = (length - rows).clamp(max=block).double()
@@ -125,7 +128,7 @@ def _forward(attend: _Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _check(mask: Any, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
-    """Refuse wrong results of the first key head, against float64.
+    """Compare the first key head of the first batch entry, and its query heads, with float64.
 
     Raises:
         WrongResultError: an error above the tolerance of the dtype, relative to the largest value.
@@ -144,15 +147,15 @@ def _check(mask: Any, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]) -
         query, grad = (x[:1, :group, part].double() for x in (q, d_out))
         scores = (query @ key.transpose(2, 3) * head_dim**-0.5).masked_fill(~keep, -torch.inf)
         expected[0][:, :, part] = torch.softmax(scores, -1).nan_to_num() @ value
-        made = reference_backward(query, key, value, grad, keep, scale=head_dim**-0.5)
-        assert made.q is not None
-        assert made.k is not None
-        assert made.v is not None
-        expected[1][:, :, part] = made.q
-        expected[2] += made.k
-        expected[3] += made.v
-    for got, want in zip(results, expected, strict=True):
-        error = float((got.detach()[:1, : want.shape[1]].double() - want).abs().max() / want.abs().max())
+        gradients = reference_backward(query, key, value, grad, keep, scale=head_dim**-0.5)
+        assert gradients.q is not None
+        assert gradients.k is not None
+        assert gradients.v is not None
+        expected[1][:, :, part] = gradients.q
+        expected[2] += gradients.k
+        expected[3] += gradients.v
+    for result, exact in zip(results, expected, strict=True):
+        error = float((result.detach()[:1, : exact.shape[1]].double() - exact).abs().max() / exact.abs().max())
         if not error <= GRADIENT_TOLERANCE[q.itemsize]:
             raise WrongResultError(f"wrong: off by {error:.2g} of the largest value")
 
@@ -168,11 +171,11 @@ def _flex(mask: Any, shape: Shape) -> tuple[_Attend, None]:
     chosen = mask.selected().expand(shape.batch, shape.heads, -1, -1)
     diagonal = torch.eye(chosen.shape[-1], dtype=torch.bool, device=chosen.device)
 
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def counts_and_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
         return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
     block_mask = BlockMask.from_kv_blocks(
-        *listed(chosen & diagonal), *listed(chosen & ~diagonal), BLOCK_SIZE=mask.block_size,
+        *counts_and_indices(chosen & diagonal), *counts_and_indices(chosen & ~diagonal), BLOCK_SIZE=mask.block_size,
         mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, seq_lengths=(shape.q_len, shape.kv_len),
     )  # fmt: skip
     compiled: Any = torch.compile(flex_attention, dynamic=False)

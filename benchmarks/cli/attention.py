@@ -187,12 +187,11 @@ def backward(
     output: _Output = None,
 ) -> None:
     """Time forward passes, backward passes and both; every gradient is checked against float64 first."""
-    from dataclasses import asdict
 
     from rich.table import Table
 
     from benchmarks.attention.backward import WAYS, backward_rows
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.testing.mask_grid import Shape, grid_mask
     from stof.tuning.machine import device_name
 
@@ -203,13 +202,10 @@ def backward(
     table = Table(
         "mask", "shape", "implementation", "pass", "us", "host us", title=f"Gradients on {device_name(where)}"
     )
-    rows = []
-    for row in backward_rows([grid_mask(name) for name in masks.split()], wanted, chosen, where, precision, rounds):
-        rows.append(row)
+    rows = backward_rows([grid_mask(name) for name in masks.split()], wanted, chosen, where, precision, rounds)
+    for row in saving(rows, output, where):
         figures = (row.note, "") if row.us is None else (f"{row.us:.0f}", f"{row.host_us:.0f}")
         table.add_row(row.mask, row.shape, row.impl, row.passes, *figures)
-        if output is not None:
-            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
 
 
@@ -225,12 +221,11 @@ def block_topk(
     output: _Output = None,
 ) -> None:
     """Time both passes under causal blocks chosen at run time, and choosing them; checked against float64 first."""
-    from dataclasses import asdict
 
     from rich.table import Table
 
     from benchmarks.attention.block_topk import WAYS, topk_rows
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.testing.mask_grid import Shape
     from stof.tuning.machine import device_name
 
@@ -241,13 +236,10 @@ def block_topk(
     table = Table(
         "shape", "block", "implementation", "pass", "us", "TFLOP/s", title=f"Block top-k on {device_name(where)}"
     )
-    rows = []
-    for row in topk_rows(wanted, sizes, share, chosen, where, precision, rounds):
-        rows.append(row)
+    rows = topk_rows(wanted, sizes, share, chosen, where, precision, rounds)
+    for row in saving(rows, output, where):
         figures = (row.note, "") if row.us is None else (f"{row.us:.0f}", "" if not row.tflops else f"{row.tflops:.0f}")
         table.add_row(row.shape, str(row.block), row.impl, row.passes, *figures)
-        if output is not None:
-            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
 
 
@@ -261,28 +253,24 @@ def distributed(
     output: _Output = None,
 ) -> None:
     """Time attention over a sequence split over all GPUs of this host; every way is checked first."""
-    from dataclasses import asdict
     from tempfile import TemporaryDirectory
 
     import torch
     from rich.table import Table
 
     from benchmarks.attention.distributed import MASKS, WAYS, run
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.tuning.machine import device_name
 
     must_be_writable(output)
     device = torch.device("cuda", 0)
     wanted = names("--masks", masks or " ".join(MASKS), MASKS), names("--ways", ways or " ".join(WAYS), WAYS)
     table = Table("mask", "tokens a GPU", "way", "forward ms", "forward and backward ms", title=device_name(device))
-    rows = []
     with TemporaryDirectory() as folder:
-        for row in run(wanted[0], integers("--tokens", tokens), wanted[1], Path(folder)):
-            rows.append(row)
+        rows = run(wanted[0], integers("--tokens", tokens), wanted[1], Path(folder))
+        for row in saving(rows, output, device):
             figures = ["" if ms is None else f"{ms:.2f}" for ms in (row.forward_ms, row.both_ms)]
             table.add_row(row.mask, str(row.tokens), row.way, row.note or figures[0], figures[1])
-            if output is not None:
-                write_json(output, {"provenance": provenance(device), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
 
 
@@ -329,26 +317,22 @@ def direct(
     output: _Output = None,
 ) -> None:
     """Time eager attention under a bool tensor that is read in every call, beside plans and SDPA."""
-    from dataclasses import asdict
 
     from rich.table import Table
 
     from benchmarks.attention.direct_masks import direct_rows
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.tuning.machine import device_name
 
     must_be_writable(output)
     where, precision = _place(device, dtype)
     wanted = integers("--lengths", lengths or ("1024 4096 8192" if where.type == "cuda" else "512 2048"))
     table = Table("mask", "tokens", "given as", "us", "host us", title=f"Eager calls on {device_name(where)}")
-    rows = []
-    for row in direct_rows(where, precision, wanted, heads, head_dim):
-        rows.append(row)
+    rows = direct_rows(where, precision, wanted, heads, head_dim)
+    for row in saving(rows, output, where):
         table.add_row(
             row.mask, str(row.length), row.how, f"{row.us:.0f}", "" if row.host_us is None else f"{row.host_us:.0f}"
         )
-        if output is not None:
-            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     table_console().print(table)
 
 

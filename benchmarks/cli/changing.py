@@ -46,7 +46,6 @@ def changing(
     output: Annotated[Path | None, typer.Option(help="Write the JSON here, after each measurement.")] = None,
 ) -> None:
     """Time attention under another mask in every step, beside a repeated one; checked against float64 first."""
-    from dataclasses import asdict
 
     import torch
     from rich.console import Console
@@ -55,7 +54,7 @@ def changing(
     from benchmarks.attention.changing_masks import KINDS
     from benchmarks.attention.changing_ways import WAYS
     from benchmarks.models.changing import MODEL_WAYS, ModelCase, model_rows
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.errors import ArgumentError
     from stof.testing.attention_check import TOLERANCE
     from stof.testing.mask_grid import Shape
@@ -79,12 +78,10 @@ def changing(
         results = model_rows(parsed, *options, ways=names("--ways", ways or " ".join(MODEL_WAYS), MODEL_WAYS))
     else:
         results = changing_rows(wanted, *chosen, *options, dtype=precision)
-    for row in results:
+    for row in saving(results, output, where):
         rows.append(row)
         figures = row.note or f"repeated {row.repeated_ms:.2f} ms, a new mask adds {row.adds_ms:.2f} ms"
         progress.print(f"{row.kind} {row.shape} {row.impl} {row.passes}: {figures}", soft_wrap=True, highlight=False)
-        if output is not None:
-            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     table_console().print(changing_table(rows, f"Another mask in every step, {device_name(where)}, wall ms"))
 
 

@@ -229,20 +229,17 @@ def train(
     from rich.table import Table
 
     from benchmarks.models.training import MODES, WAYS, training_rows
-    from benchmarks.results_io import provenance, write_json
+    from benchmarks.results_io import saving
     from stof.testing.models import Case
     from stof.tuning.machine import device_name
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     table = Table("case", "way", "mode", "ms a step", "tokens a second", "peak GiB", "cosine", title=device_name(where))
-    rows = []
     wanted = [Case.parse(text) for text in cases.split()]
     tried = names("--ways", ways, WAYS), names("--modes", modes, MODES)
-    for row in training_rows(wanted, *tried, where, rounds):
-        rows.append(row)
+    rows = training_rows(wanted, *tried, where, rounds)
+    for row in saving(rows, output, where):
         figures = ((row.ms, ".1f"), (row.tokens_per_s, ".0f"), (row.peak_gib, ".2f"), (row.cosine, ".4f"))
         texts = ["" if x is None else format(x, form) for x, form in figures]
         table.add_row(row.case, row.way, row.mode, row.problem or texts[0], *texts[1:])
-        if output is not None:
-            write_json(output, {"provenance": provenance(where), "rows": [asdict(one) for one in rows]})
     Console(width=150).print(table)

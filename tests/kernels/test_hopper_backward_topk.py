@@ -17,7 +17,7 @@ from stof.dynamic.block_topk.one_pass import OnePassLists
 from stof.dynamic.gradients import DynamicGradients
 from stof.dynamic.mask_buffers import fill_buffers
 from stof.errors import UnsupportedError
-from stof.kernels.hopper.backward_lists import LAYOUTS, TILE
+from stof.kernels.hopper.backward_lists import LAYOUTS, TILE, BackwardLists
 from stof.masks import Mask
 from stof.selection import CallSpec
 from tests.examples import examples
@@ -35,13 +35,13 @@ pytestmark = [
 CALL = CallSpec("cuda", torch.bfloat16, 128, 128, 4, 4, q_len=512, kv_len=512, compute_capability=(9, 0))
 
 
-def lists_of(buffers: BlockBuffers, queries: int) -> OnePassLists:
+def lists_of(buffers: BlockBuffers, queries: int) -> BackwardLists:
     config = next(layout for layout in LAYOUTS.values() if layout.block_n == queries)
     if ("hopper", config) not in buffers.backward:
         buffers.backward["hopper", config] = buffers.one_pass_lists(config)
     lists = buffers.backward["hopper", config]
     assert isinstance(lists, OnePassLists)
-    return lists
+    return lists.lists
 
 
 def topk_buffers(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
@@ -50,9 +50,8 @@ def topk_buffers(mask: Mask, q_len: int, kv_len: int) -> BlockBuffers:
     return buffers
 
 
-def check(made: OnePassLists, keep: Tensor) -> None:
+def check(lists: BackwardLists, keep: Tensor) -> None:
     """The lists are the mask `[P, Sq, Skv]`; each sum is added to in the order in which work items are taken."""
-    lists = made.lists
     patterns, q_len, kv_len = keep.shape
     queries = lists.queries
     for pattern in range(patterns):
@@ -98,10 +97,10 @@ def test_lists_are_the_mask(data: st.DataObject, queries: int) -> None:
         scores[torch.rand(scores.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))] = -torch.inf
         mask = masks.block_topk(scores.to(DEVICE), k, block_size=128, causal=causal)
         buffers = buffers or topk_buffers(mask, q_len, kv_len)
-        made = lists_of(buffers, queries)
+        lists = lists_of(buffers, queries)
         fill_buffers(buffers, mask)
         keep = mask.to_dense(q_len, kv_len, device=DEVICE).cpu()
-        check(made, keep.reshape(-1, q_len, kv_len))
+        check(lists, keep.reshape(-1, q_len, kv_len))
 
 
 @IN_INTERPRETER
@@ -114,7 +113,7 @@ def test_bad_patterns_have_every_block_in_a_tile(q_len: int, kv_len: int, querie
     scores[1, 0, 0] = torch.nan
     mask = masks.block_topk(scores.to(DEVICE), 1, block_size=128)
     buffers = topk_buffers(mask, q_len, kv_len)
-    lists = lists_of(buffers, queries).lists
+    lists = lists_of(buffers, queries)
     fill_buffers(buffers, mask)
     tiles = tiles_of(lists, 1)
     assert {block for block, _ in tiles} == set(range(-(-kv_len // 128)))
@@ -152,8 +151,8 @@ def test_when_the_one_pass_kernel_serves(changes: dict[str, Any], block_size: in
         with pytest.raises(UnsupportedError, match="no implementation"):
             gradients.choices(replace(CALL, **changes))
         return
-    found, tiling = gradients.choices(replace(CALL, **changes))[0]
-    assert found == name
+    implementation, tiling = gradients.choices(replace(CALL, **changes))[0]
+    assert implementation == name
     if name == "hopper":
         assert tiling.dkv_layout == (LAYOUTS[replace(CALL, **changes).head_dim], None)
 
@@ -167,11 +166,9 @@ def test_a_refused_layout_leaves_the_other_kernels() -> None:
 
 
 class _Plan:
-    """What `DynamicGradients` refers to."""
+    """What `DynamicGradients` refers to; `choices` asks it for nothing."""
 
 
 def _gradients(buffers: BlockBuffers) -> DynamicGradients:
     plan: Any = _Plan()
-    gradients = DynamicGradients(plan, buffers)
-    gradients.plan_alive = plan  # type: ignore[attr-defined]
-    return gradients
+    return DynamicGradients(plan, buffers)

@@ -59,6 +59,7 @@ class DynamicGradients(PlanGradients):
         backward = IMPLEMENTATIONS[HOPPER].backward
         assert backward is not None
         refusals = [*backward.capabilities.refusals(call), *self._buffers.one_pass_refusals(call)]
+        # Wider heads are refused, and have no tiles.
         layout = LAYOUTS[min(head_dim_class(call.head_dim, call.value_dim), max(LAYOUTS))]
         return HOPPER, BackwardTiling(dkv_layout=(layout, None)), refusals
 

@@ -52,8 +52,8 @@ class ReplacedMask:
                 masks by distance. A replay would keep what the recording knew of the replaced one.
         """
         parts = mask.masks if isinstance(mask, And) else (mask,)
-        others = [part for part in parts if part != self._mask]
-        if len(others) != len(parts) - 1 or any(not_by_distance(part) is not None for part in others):
+        further_masks = [part for part in parts if part != self._mask]
+        if len(further_masks) != len(parts) - 1 or any(not_by_distance(part) is not None for part in further_masks):
             raise UnsupportedError(
                 f"a call under {shown(mask)} is recorded in a CUDA graph whose replays have other documents, and only "
                 "the documents can be replaced, alone or intersected by & with masks by distance",
