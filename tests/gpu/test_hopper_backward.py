@@ -68,10 +68,12 @@ def bound(call: dict[str, Any], queries: int, needs: NeedsGrad = BOTH) -> tuple[
     sizes = {"batch": batch, "heads": heads, "device": torch.device("cuda", 0)}
     layout = build_layout(transposed, k.shape[2], q_len, LayoutConfig(128, queries), **sizes)
     sinks = call["sinks"].cuda() if "sinks" in call else None
-    out, lse = reference_attention(*(x.double() for x in (q, k, v)), keep, scale=call["scale"], sinks=sinks)
+    softcap = call.get("softcap", 0.0)
+    exact = (x.double() for x in (q, k, v))
+    out, lse = reference_attention(*exact, keep, scale=call["scale"], sinks=sinks, softcap=softcap)
     d_lse = call["d_lse"].cuda() if "d_lse" in call else None
     arguments = [q, k, v, out.to(q.dtype), lse.float(), d_out, d_lse, None, sinks]
-    options = Options(call["scale"], 0.0, sinks=sinks)
+    options = Options(call["scale"], softcap, sinks=sinks)
     return bind_backward(q, k, v, arguments[3], d_out, d_lse, make_backward_lists(layout), options, needs), arguments
 
 
@@ -167,6 +169,18 @@ def test_sinks(head_dim: int, queries: int) -> None:
         bound(call | {"d_lse": torch.randn(2, 8, 640)}, queries)
 
 
+@pytest.mark.parametrize("texture", ["full", "random"])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize(("head_dim", "queries"), [(128, 64), (64, 128), (80, 64)])
+def test_softcap(head_dim: int, queries: int, softcap: float, texture: str) -> None:
+    for option in ({}, {"sinks": torch.randn(8)}, {"d_lse": torch.randn(2, 8, 640)}):
+        call = random_call("groups", texture, head_dim, torch.bfloat16) | {"softcap": softcap} | option
+        attend, arguments = bound(call, queries, NeedsGrad(sinks="sinks" in option))
+        gradients = attend(*arguments)
+        assert_gradients(Gradients(*[x if x is None else x.cpu() for x in gradients]), call)
+        assert all(map(torch.equal, gradients[:3], attend(*arguments)[:3]))
+
+
 def test_gradients_that_are_not_wanted() -> None:
     call = random_call("groups", "causal", 128, torch.bfloat16)
     for needs in (NeedsGrad(q=True, kv=False), NeedsGrad(q=False, kv=True)):
@@ -183,7 +197,7 @@ def test_equal_calls_give_equal_bits_whatever_runs_beside(head_dim: int, queries
     beside = torch.cuda.Stream()
     x = torch.randn(2048, 2048, device="cuda")
     different = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(300):
+    for _ in range(1000):
         with torch.cuda.stream(beside):
             x = x @ x * 1e-3
         again = attend(*arguments)

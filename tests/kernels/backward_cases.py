@@ -167,8 +167,17 @@ def _sizes(tile: Any, split: int = 0) -> tuple[int, int, KernelConfig]:
 
 
 def hopper_backward_launches() -> Iterator[tuple[str, Recorded]]:
-    """Name and launch of each form of the one-pass kernel: both tile sizes, and a head dimension that is padded."""
-    for head_dim, dtype in ((128, torch.bfloat16), (128, torch.float16), (80, torch.bfloat16), (64, torch.float16)):
+    """Name and launch of each form of the one-pass kernel: both tile sizes, a padded head dimension, softcaps."""
+    bfloat, half = torch.bfloat16, torch.float16
+    forms = (
+        (128, bfloat, 0.0),
+        (128, half, 0.0),
+        (80, bfloat, 0.0),
+        (64, half, 0.0),
+        (128, bfloat, 5.0),
+        (64, half, 5.0),
+    )
+    for head_dim, dtype, softcap in forms:
         layout = LAYOUTS[64 if head_dim <= 64 else 128]
         rows, columns = torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)
         keep = columns <= rows + KV_LEN - Q_LEN
@@ -177,11 +186,12 @@ def hopper_backward_launches() -> Iterator[tuple[str, Recorded]]:
         k = torch.empty(1, HEADS // 2, KV_LEN, head_dim, dtype=dtype)
         lse, record = torch.empty(1, HEADS, Q_LEN), Recorded()
         sinks = torch.empty(HEADS) if head_dim == 64 else None
-        options, needs = Options(0.1, 0.0, sinks=sinks), NeedsGrad(sinks=sinks is not None)
+        options, needs = Options(0.1, softcap, sinks=sinks), NeedsGrad(sinks=sinks is not None)
         with mock.patch.object(hopper_backward, "Launch", record.make):
             bound = hopper_backward.bind_backward(q, k, k, out, out, None, lists, options, needs)
             bound(q, k, k, out, lse, out, None, None, sinks)
         name = f"{str(dtype).removeprefix('torch.')} D {head_dim} {layout.block_m}x{layout.block_n}"
+        name += " softcap" if softcap else ""
         yield from ((f"{launch.given[0].__name__} {name}", launch) for launch in record.made)
 
 

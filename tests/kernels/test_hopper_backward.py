@@ -372,7 +372,7 @@ def test_it_is_chosen_where_its_estimate_is_lower() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"has_bias": True}, {"has_softcap": True}, {"has_dropout": True},
+    "changes", [{"has_bias": True}, {"has_dropout": True},
                 {"head_dim": 256, "value_dim": 256}, {"value_dim": 64}, {"compute_capability": (10, 0)}],
     ids=str,
 )  # fmt: skip

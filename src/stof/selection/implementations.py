@@ -183,7 +183,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             prepare=hopper.prepare,
             bind=bind_of("stof.kernels.hopper.forward"),
             backward=Backward(
-                capabilities=replace(_HOPPER, head_dims=(8, 128), bias=False, softcap=False),
+                capabilities=replace(_HOPPER, head_dims=(8, 128), bias=False),
                 tilings=one_pass_tilings,
                 prepare=lambda layout_of, tiling: make_backward_lists(layout_of(tiling.dkv_layout, transposed=True)),
                 bind=backward_of("stof.kernels.hopper.backward"),

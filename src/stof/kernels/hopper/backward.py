@@ -160,15 +160,16 @@ class _Kernels:
             (gradients.q, *sizes, lists.sums, *mask_strides, float(options.scale)), (queries, head_dim, width, pdl),
         )  # fmt: skip
         patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
+        score_scale = options.scale * math.log2(math.e) * (2 / options.softcap if options.softcap else 1)
         self.main = launch(
             backward_kernel,
             min(batch * heads * items, processors),
             (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps,
              lists.pattern_of),
             (items, int(split is not None), slots, lists.row_blocks, patterns, heads, batch * heads, heads // kv_heads,
-             *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v, float(options.scale),
-             options.scale * math.log2(math.e)),
-            (BackwardConfig(width, head_dim, queries), pdl),
+             *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v, float(options.scale), score_scale,
+             options.softcap * math.log2(math.e)),
+            (BackwardConfig(width, head_dim, queries, options.softcap > 0), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),
                 Window.over(v, KEYS_OF_BLOCK, width), Window.over(d_out, queries, width),

@@ -48,9 +48,9 @@ BackwardArgs = namedtuple(
     "BackwardArgs",
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr "
     "items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem "
-    "dq_smem items_smem item_full item_empty kv_full kv_empty q_full dq_empty items is_split slots "
+    "dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full dq_empty items is_split slots "
     "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
-    "score_scale",
+    "score_scale softcap",
 )
 
 
@@ -136,17 +136,19 @@ def producer(args, config: gl.constexpr):
             q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
             d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
             async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
-            if tile == begin:
-                mbarrier.wait(args.kv_empty, kv_phase)
-                kv_phase = kv_phase ^ 1
-                mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
-                k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                kv_head = head // args.heads_per_group
-                async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
-                async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
             async_load(args.stats_desc, [bh * args.q_blocks + q_block, 0], full, args.stats_smem.index(stage))
             async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
+            if tile == begin:  # last: the keys of the item before are in use until its last tile ends
+                kv_head = head // args.heads_per_group
+                k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                mbarrier.wait(args.v_empty, kv_phase)
+                # Not before: an earlier phase of kv_full would count it, if its copies are still under way.
+                mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
+                async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
+                mbarrier.wait(args.k_empty, kv_phase)
+                async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
+                kv_phase = kv_phase ^ 1
             stage = stage ^ 1
         ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
         index += 1

@@ -7,7 +7,8 @@ Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV 
     S = K Q^T          P = exp2(scale * log2(e) * S - lse)      dV += P dO
     dP = V dO^T        dS = P * (dP - delta)                    dK += dS Q         dQ = dS^T K
 
-lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored.
+lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored. With a softcap,
+`t = tanh(scale * S / softcap)`, P is `exp2(log2(e) * softcap * t - lse)`, and dS has the factor `1 - t^2`.
 
 dQ needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ: half of the columns, or
 at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, one those of even tiles, one of odd tiles.
@@ -28,7 +29,8 @@ number of multiprocessors.
 | item_full  | 2      | writes the next item        | wait before an item               | wait before an item       |
 | item_empty | 2      | waits before it writes      | arrive after dK and dV are stored | arrive when they read it  |
 | kv_full    | 1      | copies K and V              | wait before an item's first tile  | -                         |
-| kv_empty   | 1      | waits before it copies      | arrive after an item's last tile  | -                         |
+| k_empty    | 1      | waits before it copies K    | arrive after an item's last dQ    | -                         |
+| v_empty    | 1      | waits before it copies V    | arrive after an item's last dP    | -                         |
 | q_full     | 2      | copies Q, dO, lse and delta | wait before S                     | -                         |
 | dq_empty   | 2      | -                           | wait before they write dQ         | arrive when both are read |
 | Q_EMPTY    | 2      | waits before it copies      | arrive after dK                   | -                         |
@@ -85,8 +87,16 @@ from stof.kernels.hopper.backward_copies import (
     wait_item,
 )
 from stof.kernels.hopper.backward_intrinsics import arrive_named, wait_count, wait_named
-from stof.kernels.hopper.intrinsics import bit_layout, hide_from_compiler, reinterpret, thread_barrier, tile_layout
-from stof.kernels.hopper.softmax import kept
+from stof.kernels.hopper.intrinsics import (
+    bit_layout,
+    hide_from_compiler,
+    in_store_layout,
+    reinterpret,
+    store_layout,
+    thread_barrier,
+    tile_layout,
+)
+from stof.kernels.hopper.softmax import kept, tanh_of_exponent
 from stof.runtime.pdl import launch_next_and_wait
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
@@ -133,11 +143,22 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
-    dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
-    p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
-    if bitmap >= 0:
-        p = kept(p, words, QUERIES)
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    if config.softcap:
+        s = tanh_of_exponent(s * args.score_scale)
+        p = gl.exp2(s * args.softcap - _stats(args, stage, 0, layout, config))
+        if bitmap >= 0:
+            p = kept(p, words, QUERIES)
+        p16 = gl.convert_layout(p.to(dtype), operand)
+        p *= 1.0 - s * s
+        # Issued here, dP takes the registers that the scores had.
+        dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+    else:
+        dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
+        p = gl.exp2(s * args.score_scale - _stats(args, stage, 0, layout, config))
+        if bitmap >= 0:
+            p = kept(p, words, QUERIES)
+        p16 = gl.convert_layout(p.to(dtype), operand)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p16, args.d_out_smem.index(stage), dv, is_async=True)
     ds = p * (dp - _stats(args, stage, 1, layout, config))
@@ -208,12 +229,13 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
     for free in gl.static_range(STAGES):
         arrive_named(Q_EMPTY + free, WITH_PRODUCER)
     begin, end = wait_item(args, 0, 4)
+    first_bitmap = gl.load(args.tiles_ptr + gl.maximum(begin, 0) * TILE_SIZE + BITMAP)
     while begin >= 0:
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
         if begin < end:
             # Words of a bitmap are loaded before dQ and dK of the tile before, their number an iteration earlier.
-            bitmap = gl.load(args.tiles_ptr + begin * TILE_SIZE + BITMAP)
+            bitmap = first_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
             mbarrier.wait(args.kv_full, kv_phase)
@@ -235,18 +257,21 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 phase = phase ^ stage
                 stage = stage ^ 1
                 ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
+            mbarrier.arrive(args.v_empty, count=1)
             dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+            mbarrier.arrive(args.k_empty, count=1)
             arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
             _send_dq(args, dq, stage, phase, GROUP)
-            mbarrier.arrive(args.kv_empty, count=1)
             phase = phase ^ stage
             stage = stage ^ 1
             kv_phase = kv_phase ^ 1
+        begin, end = wait_item(args, index + 1, 4)
+        # On its way while dK and dV are stored.
+        first_bitmap = gl.load(args.tiles_ptr + gl.maximum(begin, 0) * TILE_SIZE + BITMAP)
         _store(args, index, dk, dv, GROUP, config)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         index += 1
-        begin, end = wait_item(args, index, 4)
 
 
 @gluon.jit
@@ -278,14 +303,16 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
             gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
     if rank + 1 == adding:
         kv_heads = args.heads // args.heads_per_group
-        row = row_block * KEYS + key
-        exists = (row < args.kv_len)[:, None] & (column < config.head_dim)
+        to: gl.constexpr = store_layout(D)
+        row = row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, to))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, to))[None, :]
+        exists = (row < args.kv_len)[:, None] & (columns < config.head_dim)
         b, h, rows = (kv_head // kv_heads).to(gl.int64), (kv_head % kv_heads).to(gl.int64), row.to(gl.int64)[:, None]
         to_dk, to_dv = args.stride_dk, args.stride_dv
-        dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + column
-        dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + column
-        gl.store(dk_ptrs, (dk * args.scale).to(dtype), exists)
-        gl.store(dv_ptrs, dv.to(dtype), exists)
+        dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + columns
+        gl.store(dk_ptrs, in_store_layout(dk * args.scale, dtype), exists)
+        dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + columns
+        gl.store(dv_ptrs, in_store_layout(dv, dtype), exists)
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -323,7 +350,8 @@ def backward_kernel(
     stride_dk,  # `Strides`
     stride_dv,
     scale,
-    score_scale,  # times log2(e)
+    score_scale,  # scale times log2(e); with a softcap twice that, divided by it
+    softcap,  # times log2(e)
     CONFIG: gl.constexpr,  # `BackwardConfig`
     USE_PDL: gl.constexpr,
 ):
@@ -344,11 +372,13 @@ def backward_kernel(
     item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(ITEM_STAGES):
         mbarrier.init(item_full.index(i), count=1)
         mbarrier.init(item_empty.index(i), count=4)
@@ -362,11 +392,12 @@ def backward_kernel(
         kv_counters_ptr=counters_ptr + 1 + sums * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
-        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, kv_empty=kv_empty,
-        q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
+        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,
+        v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
         slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
+        softcap=softcap,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (producer, (args, CONFIG)),

@@ -38,6 +38,73 @@ def bit_layout(block_n):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
+def store_layout(width):  # type: ignore[no-untyped-def]
+    """Layout of 64 x width values of 16 bits in which each thread has 8 neighbours in a row, see `in_store_layout`."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *[[0, 32 << i] for i in range((width // 32).bit_length() - 1)]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )
+
+
+@gluon.constexpr_function
+def _quad_layout(width):  # type: ignore[no-untyped-def]
+    """Layout of a 64 x width wgmma accumulator as [row, group of 32 columns, group of 8, thread of the quad, pair].
+
+    Registers hold the pairs of four groups of 8 next to each other.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [8, 0, 0, 0, 0],
+            *[[0, 1 << i, 0, 0, 0] for i in range((width // 32).bit_length() - 1)],
+        ],
+        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, width // 32, 4, 4, 2],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _transpose_quads(is_fp16):  # type: ignore[no-untyped-def]
+    """PTX that rounds 8 values of a thread to 4 words, and transposes the 4 x 4 words of 4 neighbouring threads."""
+    kind = "f16x2" if is_fp16 else "bf16x2"
+    rounded = "".join(f"cvt.rn.{kind}.f32 w{n}, ${2 * n + 5}, ${2 * n + 4};" for n in range(4))
+    return (
+        "{ .reg .pred p, q; .reg .b32 l, m, a, b, w0, w1, w2, w3;" + rounded
+        + "mov.u32 l, %laneid; and.b32 m, l, 1; setp.ne.b32 p, m, 0; and.b32 m, l, 2; setp.ne.b32 q, m, 0;"
+        "selp.b32 a, w0, w1, p; selp.b32 b, w2, w3, p;"
+        "shfl.sync.bfly.b32 a, a, 1, 0x1f, 0xffffffff; shfl.sync.bfly.b32 b, b, 1, 0x1f, 0xffffffff;"
+        "selp.b32 w0, a, w0, p; selp.b32 w1, w1, a, p; selp.b32 w2, b, w2, p; selp.b32 w3, w3, b, p;"
+        "selp.b32 a, w0, w2, q; selp.b32 b, w1, w3, q;"
+        "shfl.sync.bfly.b32 a, a, 2, 0x1f, 0xffffffff; shfl.sync.bfly.b32 b, b, 2, 0x1f, 0xffffffff;"
+        "selp.b32 $0, a, w0, q; selp.b32 $2, w2, a, q; selp.b32 $1, b, w1, q; selp.b32 $3, w3, b, q; }"
+    )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def in_store_layout(x, dtype: gl.constexpr):
+    """Round a 64 x N accumulator to 16 bits, in `store_layout`: a thread then stores 16 bytes at a time, not 4.
+
+    Triton's own conversion takes shared memory.
+    """
+    N: gl.constexpr = x.shape[1]
+    quads = gl.convert_layout(x.reshape([64, N // 32, 4, 4, 2]), _quad_layout(N), assert_trivial=True)
+    constraints: gl.constexpr = "=r,=r,=r,=r,f,f,f,f,f,f,f,f"
+    # Not pure: all threads of a warp take part.
+    if dtype == gl.float16:
+        asm: gl.constexpr = _transpose_quads(True)
+        rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.float16, is_pure=False, pack=8)
+    else:
+        asm: gl.constexpr = _transpose_quads(False)
+        rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.bfloat16, is_pure=False, pack=8)
+    return gl.convert_layout(rows.permute([0, 1, 3, 2, 4]).reshape([64, N]), store_layout(N), assert_trivial=True)
+
+
+@gluon.constexpr_function
 def halves_layout(width):  # type: ignore[no-untyped-def]
     """Layout of a 64 x width wgmma accumulator as [row, column of a half, half]."""
     groups = [[0, 8 << i, 0] for i in range((width // 16).bit_length() - 1)]
