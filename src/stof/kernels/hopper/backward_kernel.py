@@ -41,8 +41,9 @@ number of multiprocessors.
 Barriers in capitals are named barriers of the hardware (`bar.sync`, `bar.arrive`): Triton's `mbarrier.arrive` makes a
 warpgroup wait for all of its warps first.
 
-    consumer, between two tiles:  dS written | dK issue | DS_FULL | dQ issue, next S issue | wait dK, dQ | Q_EMPTY |
-                                  dQ written | wait S | dP issue | P | wait dP, dV issue | dS, write | wait dV
+    consumer, from S of a tile to S of the next:  dP issue | P | wait dP, dV issue | dS written, dK issue | wait dV |
+                                                  DS_FULL | dQ issue, next S issue | wait dK, dQ | Q_EMPTY |
+                                                  dQ written | wait next S
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; roles of warps as FlashAttention-3 (arXiv 2407.08608),
 section 3.1.
@@ -138,8 +139,8 @@ def _issue_product(left, right, GROUP: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
-    """Write dS of a tile to shared memory; return it in 16 bits, and dv with this tile's part."""
+def _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP: gl.constexpr, config: gl.constexpr):
+    """Write dS of a tile to shared memory; return dk, which is still being computed, and dv, with this tile's parts."""
     QUERIES: gl.constexpr = config.queries
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
@@ -168,20 +169,19 @@ def _score_gradients(args, s, dv, stage, words, bitmap, GROUP: gl.constexpr, con
     # Two stages: both warpgroups finish dQ of the previous tile before the barrier that follows, so the next tile may
     # overwrite its dS.
     args.ds_smem.index(stage).slice(GROUP * 64, 64, dim=0).store(ds)
+    # The tensor cores have work while the warpgroups wait for each other.
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
     # P leaves its registers before dQ and the next S take theirs.
-    dv = warpgroup_mma_wait(0, deps=(dv,))
-    return ds, dv
+    dv = warpgroup_mma_wait(1, deps=(dv,))
+    return dk, dv
 
 
 @gluon.jit
 @no_type_check
-def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.constexpr):
-    """Issue this warpgroup's dK, and when both have written dS, its half of dQ."""
+def _issue_dq(args, stage, GROUP: gl.constexpr, config: gl.constexpr):
+    """Issue this warpgroup's half of dQ, when both have written dS."""
     D: gl.constexpr = config.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    # The tensor cores have work while the warpgroups wait for each other.
-    dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
     fence_async_shared()  # for dS; where it is written, the fence makes ptxas 12.8 and 12.9 fail
     wait_named(DS_FULL, CONSUMERS)
     ds_of_both = args.ds_smem.index(stage)
@@ -192,7 +192,7 @@ def _issue_gradients(args, ds, dk, stage, GROUP: gl.constexpr, config: gl.conste
         ds_of_both = ds_of_both.slice(GROUP * 64, 64, dim=1)
     no_dq = gl.zeros([64, 64], gl.float32, layout)
     dq = warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-    return dq, dk
+    return dq
 
 
 @gluon.jit
@@ -242,12 +242,12 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             mbarrier.wait(args.q_full.index(stage), phase)
             s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
             s = warpgroup_mma_wait(0, deps=(s,))
-            ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
             for tile in range(begin + 1, end):
+                dk, dv = _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP, config)
                 bitmap = next_bitmap
                 words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
                 next_bitmap = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + BITMAP)
-                dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
+                dq = _issue_dq(args, stage, GROUP, config)
                 mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
                 s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
                 dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
@@ -256,9 +256,9 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
                 s = warpgroup_mma_wait(0, deps=(s,))
                 phase = phase ^ stage
                 stage = stage ^ 1
-                ds, dv = _score_gradients(args, s, dv, stage, words, bitmap, GROUP, config)
+            dk, dv = _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP, config)
             mbarrier.arrive(args.v_empty, count=1)
-            dq, dk = _issue_gradients(args, ds, dk, stage, GROUP, config)
+            dq = _issue_dq(args, stage, GROUP, config)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
             mbarrier.arrive(args.k_empty, count=1)
             arrive_named(Q_EMPTY + stage, WITH_PRODUCER)
