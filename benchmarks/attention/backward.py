@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stof
-from benchmarks.peers.mask_formats import mask_mod
+from benchmarks.attention.float64_check import errors_of
+from benchmarks.peers.mask_formats import MaskMod, mask_mod
 from benchmarks.peers.wheels import Attend, cudnn_flex_with_gradients, flash4_with_gradients
-from stof.kernels.torch.reference import reference_backward
 from stof.testing.attention_check import AttentionProblem
 from stof.testing.mask_grid import GridMask, Shape
 from stof.tuning.timing import time_calls
@@ -70,6 +70,7 @@ def _cell(
     problem = AttentionProblem.draw(named, shape, device, dtype)
     d_out = torch.randn(problem.q.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
     row = partial(BackwardRow, named.name, str(shape), str(dtype).removeprefix("torch."))
+    kept: MaskMod = lambda b, h, q, k: problem.keep[0, 0, q, k]  # noqa: E731
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     deterministic: dict[str, bool] = {}
     for impl in impls:
@@ -84,9 +85,10 @@ def _cell(
             attend = way.prepare(problem)
             out = attend(q, k, v)
             gradients, again = (torch.autograd.grad(out, (q, k, v), grad, retain_graph=True) for _ in range(2))
-            error = _error([x.transpose(1, 2) if way.sequence_major else x for x in gradients], d_out, problem)
+            results = [x.transpose(1, 2) if way.sequence_major else x for x in (out.detach(), *gradients)]
+            error = max(errors_of(kept, shape, (problem.q, problem.k, problem.v), d_out, results, 0))
             if not error <= GRADIENT_TOLERANCE[q.itemsize]:
-                raise ValueError(f"wrong: a gradient is off by {error:.2g} of the largest")
+                raise ValueError(f"wrong: the output or a gradient is off by {error:.2g} of the largest")
         except Exception as failure:  # a peer may refuse, or run out of memory: a row of the table
             yield row(impl, "both", None, note=f"{type(failure).__name__}: {failure}".splitlines()[0])
             continue
@@ -108,23 +110,6 @@ def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _both(attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> object:
     return torch.autograd.grad(attend(q, k, v), (q, k, v), d_out)
-
-
-def _error(gradients: Sequence[Tensor], d_out: Tensor, problem: AttentionProblem) -> float:
-    """The largest error among the gradients of the first key head of the first sequence, whose memory is bounded."""
-    shape = problem.shape
-    group = shape.heads // shape.kv_heads
-    heads = (slice(0, group), slice(0, 1), slice(0, 1))
-    inputs = (problem.q, problem.k, problem.v)
-    q, k, v = (x[:1, part].double() for x, part in zip(inputs, heads, strict=True))
-    expected = reference_backward(
-        q, k, v, d_out[:1, :group].double(), problem.keep[:1, :group], scale=shape.head_dim**-0.5
-    )
-    errors = []
-    for gradient, part, wanted in zip(gradients, heads, expected, strict=False):
-        assert wanted is not None
-        errors.append(float((gradient[:1, part].double() - wanted).abs().max() / wanted.abs().max()))
-    return max(errors)
 
 
 def _stof(problem: AttentionProblem) -> Attend:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.backward import GRADIENT_TOLERANCE
-from benchmarks.attention.changing_check import errors_of
 from benchmarks.attention.changing_masks import KINDS, Kind
 from benchmarks.attention.changing_ways import WAYS
+from benchmarks.attention.float64_check import errors_of
 from benchmarks.step_times import Budget, StepRow, WrongResultError, forget, measured
 from stof.testing.attention_check import TOLERANCE
 from stof.testing.mask_grid import Shape

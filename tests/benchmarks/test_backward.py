@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,20 @@ def test_rows() -> None:
         for mask in grid for impl in ("stof", "sdpa") for passes in ("forward", "backward", "both")
     ]  # fmt: skip
     assert all(row.us and row.deterministic for row in rows)
+
+
+def test_sampled_check_where_lengths_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.attention.float64_check._ALL_ROWS", {"cpu": 16})
+    shape, sdpa = Shape.parse("1,4,2,16,40,96"), backward.WAYS["sdpa"]
+    rows = list(backward_rows([grid_mask("causal")], [shape], ["stof", "sdpa"], DEVICE, torch.float32, 1))
+    assert all(row.us for row in rows)
+
+    def full(problem: AttentionProblem) -> Attend:
+        return sdpa.prepare(replace(problem, grid_mask=grid_mask("full")))
+
+    monkeypatch.setitem(backward.WAYS, "sdpa", replace(sdpa, prepare=full))
+    rows = list(backward_rows([grid_mask("causal")], [shape], ["sdpa"], DEVICE, torch.float32, 1))
+    assert [row.us for row in rows] == [None]
 
 
 def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

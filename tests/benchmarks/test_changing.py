@@ -18,9 +18,9 @@ import stof
 from benchmarks import step_times
 from benchmarks.attention import changing
 from benchmarks.attention.changing import changing_rows
-from benchmarks.attention.changing_check import errors_of
 from benchmarks.attention.changing_masks import KINDS, drawn_ends
 from benchmarks.attention.changing_ways import Prepared, Way, _stof
+from benchmarks.attention.float64_check import errors_of
 from benchmarks.cli.attention import app
 from benchmarks.step_times import StepRow
 from stof.testing.mask_grid import Shape
@@ -132,9 +132,9 @@ def test_time_budget() -> None:
 def test_check_finds_every_error(kind: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the oracle's own gradients; a sampled row or key that is off is found."""
     if sampled:
-        monkeypatch.setattr("benchmarks.attention.changing_check._ALL_ROWS", {"cpu": 16})
-        monkeypatch.setattr("benchmarks.attention.changing_check._ROWS", 16)
-        monkeypatch.setattr("benchmarks.attention.changing_check._CLUSTER", 4)
+        monkeypatch.setattr("benchmarks.attention.float64_check._ALL_ROWS", {"cpu": 16})
+        monkeypatch.setattr("benchmarks.attention.float64_check._ROWS", 16)
+        monkeypatch.setattr("benchmarks.attention.float64_check._CLUSTER", 4)
     shape = kind.shape(Shape.parse("1,4,2,8,96,96"))
     generator = torch.Generator().manual_seed(3)
     sizes = [(shape.batch, heads, shape.q_len, 8) for heads in (4, 2, 2, 4)]

@@ -191,8 +191,7 @@ def _issue_dq(args, stage, GROUP: gl.constexpr, config: gl.constexpr):
     else:
         ds_of_both = ds_of_both.slice(GROUP * 64, 64, dim=1)
     no_dq = gl.zeros([64, 64], gl.float32, layout)
-    dq = warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
-    return dq
+    return warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -62,7 +62,7 @@ def errors_of(
     for h in range(kv_head * group, kv_head * group + group):
         at = torch.tensor(b, device=device), torch.tensor(h, device=device)
         head = _Head(mod, *at, *(x.double() for x in (q[b, h], k[b, kv_head], v[b, kv_head], d_out[b, h])))
-        needed = rows if len(result) == 1 or len(rows) == shape.q_len else _with_readers(head, rows, keys)
+        needed = rows if len(result) == 1 or len(keys) == shape.kv_len else _with_readers(head, rows, keys)
         for part in needed.split(max(1, _SCORES // shape.kv_len)):
             for error, actual, expected in zip(errors, result[:2], _add_rows(head, part, d_k, d_v), strict=False):
                 error.take(actual[b, h, part], expected)
@@ -85,14 +85,13 @@ class _Largest:
 
 def _sampled(shape: Shape, device: torch.device, drawn: random.Random) -> tuple[Tensor, Tensor]:
     """Rows and keys to check: all of short sequences, else both ends with random rows and some clusters of keys."""
-    length = shape.q_len
-    every = torch.arange(length, device=device)
-    if length <= _ALL_ROWS[device.type]:
-        return every, every
-    end = _ROWS // 4
-    rows = {*range(end), *range(length - end, length), *drawn.sample(range(length), _ROWS // 2)}
-    starts = [drawn.randrange(length - _CLUSTER) for _ in range(_CLUSTERS)]
-    keys = {start + n for start in starts for n in range(_CLUSTER)}
+    q_len, kv_len = shape.q_len, shape.kv_len
+    if max(q_len, kv_len) <= _ALL_ROWS[device.type]:
+        return torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
+    end = min(_ROWS, q_len) // 4
+    rows = {*range(end), *range(q_len - end, q_len), *drawn.sample(range(q_len), 2 * end)}
+    starts = [drawn.randrange(max(1, kv_len - _CLUSTER)) for _ in range(_CLUSTERS)]
+    keys = {min(start + n, kv_len - 1) for start in starts for n in range(_CLUSTER)}
     return torch.tensor(sorted(rows), device=device), torch.tensor(sorted(keys), device=device)
 
 
