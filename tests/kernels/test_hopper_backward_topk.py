@@ -135,7 +135,7 @@ def test_bad_patterns_have_every_block_in_a_tile(q_len: int, kv_len: int, querie
         ({"head_dim": 64, "value_dim": 64, "kv_heads": 2, "mask_heads": 4}, 128, "hopper"),
         ({}, 64, "block_wise"),
         ({"has_sinks": True}, 128, "block_wise"),
-        ({"has_softcap": True}, 128, "block_wise"),
+        ({"has_softcap": True}, 128, "hopper"),
         ({"has_bias": True}, 128, None),
         ({"head_dim": 256, "value_dim": 256}, 128, "block_wise"),
         ({"dtype": torch.float32}, 128, "block_wise"),
