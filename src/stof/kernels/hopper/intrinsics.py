@@ -9,15 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Functions that Triton renamed: `barrier` in 3.7, the others in 3.9. `_reinterpret` is private before 3.9, and the only
-# way to give shared memory a second layout.
+# Functions that Triton renamed: `barrier` in 3.7, copies in 3.8, `reinterpret` in 3.9. `_reinterpret` is private before
+# that, and the only way to give shared memory a second layout.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
-    reinterpret = gl.shared_memory_descriptor.reinterpret
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
-    reinterpret = gl.shared_memory_descriptor._reinterpret
+_descriptor = gl.shared_memory_descriptor
+reinterpret = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
 
 # From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. It then copies their
 # operands from registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
