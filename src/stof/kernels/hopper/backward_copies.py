@@ -46,9 +46,10 @@ DQ_ROWS, DQ_COLUMNS = (gl.constexpr(size) for size in DQ_HALF)
 # What all warps read.
 BackwardArgs = namedtuple(
     "BackwardArgs",
-    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr counters_ptr kv_counters_ptr "
-    "items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem stats_smem ds_smem "
-    "dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full dq_empty items is_split slots "
+    "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr ticket_ptr dq_counters_ptr "
+    "kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem "
+    "stats_smem ds_smem dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full dq_empty "
+    "items is_split slots "
     "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
     "score_scale softcap",
 )
@@ -91,14 +92,14 @@ def producer(args, config: gl.constexpr):
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
     lane = lane_number()
     count = args.all_heads * args.items
-    # Heads at once: thread blocks over the mean number of tiles of a block of keys, in whole groups of heads. A sum of
-    # dQ is then waited for by fewer thread blocks than an item has tiles.
+    # Tickets go around `heads_at_once` heads, in whole groups. Where there are enough heads, no more thread blocks work
+    # on one of them than a block of keys has tiles in the mean: so they seldom wait for the same sum of dQ.
     total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
     heads_at_once = (gl.num_programs(0) * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
     group = args.heads_per_group
-    heads_at_once = gl.minimum((gl.maximum(heads_at_once, 1) + group - 1) // group * group, args.all_heads)
+    heads_at_once = gl.minimum((heads_at_once + group - 1) // group * group, args.all_heads)
     # A ticket, because the hardware does not promise to start thread blocks in order.
-    ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
+    ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
     index = 0
     stage = 0
     kv_phase = 1
@@ -150,11 +151,11 @@ def producer(args, config: gl.constexpr):
                 async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
                 kv_phase = kv_phase ^ 1
             stage = stage ^ 1
-        ticket = shfl_idx(fetch_next(args.counters_ptr - 1, lane), 0)
+        ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
         index += 1
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
     _send_item(args, index, -1)
-    # Consumers arrive once more than there are tiles: before the first one.
+    # Consumers arrive at each stage once more than tiles use it: before the first one.
     for last in gl.static_range(STAGES):
         wait_named(Q_EMPTY + last, WITH_PRODUCER)
 
@@ -162,14 +163,14 @@ def producer(args, config: gl.constexpr):
 @gluon.jit
 @no_type_check
 def accumulator(args, STAGE: gl.constexpr):
-    """Add dQ of every second tile to memory, when those that come before have."""
+    """Add dQ of the tiles of one stage to memory, each when all contributions of lower rank to its sum are complete."""
     index = 0
-    stage = 0
+    first_stage = 0  # of an item's first tile
     begin, end = wait_item(args, 0, 1)
     while begin >= 0:
         first_sum = item_field(args, index, BATCH_HEAD, 1) * args.sums
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
-        first = begin + (stage ^ STAGE)
+        first = begin + (first_stage ^ STAGE)
         rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
         place = first_sum + gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
         seen = 0
@@ -178,7 +179,7 @@ def accumulator(args, STAGE: gl.constexpr):
             next_ptr = args.tiles_ptr + (tile + 2) * TILE_SIZE
             next_rank = gl.load(next_ptr + RANK)
             next_place = first_sum + gl.load(next_ptr + SUM)
-            counter_ptr = args.counters_ptr + place
+            counter_ptr = args.dq_counters_ptr + place
             row = place * (2 * DQ_ROWS)
             if seen < rank:
                 wait_count(counter_ptr, rank)
@@ -193,10 +194,10 @@ def accumulator(args, STAGE: gl.constexpr):
             wait_stores_read()
             mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
             # Read while the stores are under way.
-            seen = read_count(args.counters_ptr + next_place)
+            seen = read_count(args.dq_counters_ptr + next_place)
             wait_stores_and_count(counter_ptr)
             rank = next_rank
             place = next_place
-        stage = stage ^ ((end - begin) & 1)
+        first_stage = first_stage ^ ((end - begin) & 1)
         index += 1
         begin, end = wait_item(args, index, 1)

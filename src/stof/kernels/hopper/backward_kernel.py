@@ -1,17 +1,20 @@
 """dQ, dK and dV on Hopper in one pass, in Gluon: the scores of a tile are computed once for all three gradients.
 
 A thread block keeps K and V of 128 keys in shared memory, dK and dV in the registers of two consumer warpgroups, 64
-keys each. It goes through the tiles of the transposed layout: 64 or 128 queries, some of which see one of its keys.
+keys each: a block of keys, or row block. It goes through the tiles of the transposed layout: 64 queries, at D 64 128,
+some of which see one of its keys.
 Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV and dK, which may be in registers.
 
     S = K Q^T          P = exp2(scale * log2(e) * S - lse)      dV += P dO
     dP = V dO^T        dS = P * (dP - delta)                    dK += dS Q         dQ = dS^T K
 
-lse is in units of log 2. dQ and dK are multiplied by `scale` when they are stored. With a softcap,
-`t = tanh(scale * S / softcap)`, P is `exp2(log2(e) * softcap * t - lse)`, and dS has the factor `1 - t^2`.
+lse is in units of log 2. dK is multiplied by `scale` when it is stored, dQ by `convert_dq_kernel`, which adds its sums
+and rounds them. With a softcap, `t = tanh(scale * S / softcap)`, P is `exp2(log2(e) * softcap * t - lse)`, and dS has
+the factor `1 - t^2`.
 
 dQ needs all 128 keys: both warpgroups write dS to shared memory, and each computes half of dQ: half of the columns, or
-at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, one those of even tiles, one of odd tiles.
+at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, in turn: a thread block's tiles alternate
+between two stages, through all of its items, and each warp has a stage.
 
 Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles. Items that share
 keys, because query heads share a key head or because the block is split, add their dK and dV to float32 sums one after
@@ -20,13 +23,13 @@ another; the last one stores the result.
 Equal calls give equal bits, because contributions to a sum are added in a fixed order: those to dQ come from tiles,
 those to dK and dV from items. Each sum has a counter of the contributions that are complete. The rank of a contribution
 is the number of those before it. Rank 0 overwrites the sum, so sums need not be cleared; counters are zero at first.
-Work items are taken by tickets, and an item comes after all those whose contributions its own ones follow
-(`backward_lists.py`): a thread block waits only for items that others have started, so all of them end, whatever the
-number of multiprocessors.
+Work items are taken by tickets. An item waits only for contributions of items with smaller tickets
+(`backward_lists.py`), which have started: so all of them end, whatever the number of multiprocessors.
 
 | barrier    | stages | producer warp               | consumer warpgroups               | accumulator warps         |
 |------------|--------|-----------------------------|-----------------------------------|---------------------------|
-| item_full  | 2      | writes the next item        | wait before an item               | wait before an item       |
+| item_full  | 2      | writes the next item        | wait before dK and dV of the item | wait before an item       |
+|            |        |                             | before are stored                 |                           |
 | item_empty | 2      | waits before it writes      | arrive after dK and dV are stored | arrive when they read it  |
 | kv_full    | 1      | copies K and V              | wait before an item's first tile  | -                         |
 | k_empty    | 1      | waits before it copies K    | arrive after an item's last dQ    | -                         |
@@ -44,6 +47,8 @@ warpgroup wait for all of its warps first.
     consumer, from S of a tile to S of the next:  dP issue | P | wait dP, dV issue | dS written, dK issue | wait dV |
                                                   DS_FULL | dQ issue, next S issue | wait dK, dQ | Q_EMPTY |
                                                   dQ written | wait next S
+
+With a softcap, P comes before dP is issued.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; roles of warps as FlashAttention-3 (arXiv 2407.08608),
 section 3.1.
@@ -186,9 +191,9 @@ def _issue_dq(args, stage, GROUP: gl.constexpr, config: gl.constexpr):
     wait_named(DS_FULL, CONSUMERS)
     ds_of_both = args.ds_smem.index(stage)
     k = args.k_smem.index(hide_from_compiler(0))
-    if D == 128:
+    if D == 128:  # 64 queries: half of the columns
         k = k.slice(GROUP * 64, 64, dim=1)
-    else:
+    else:  # 128 queries: half of them
         ds_of_both = ds_of_both.slice(GROUP * 64, 64, dim=1)
     no_dq = gl.zeros([64, 64], gl.float32, layout)
     return warpgroup_mma(ds_of_both.permute((1, 0)), k, no_dq, use_acc=False, is_async=True)
@@ -198,7 +203,7 @@ def _issue_dq(args, stage, GROUP: gl.constexpr, config: gl.constexpr):
 @no_type_check
 def _send_dq(args, dq, stage, phase, GROUP: gl.constexpr):
     """Pass half of a tile's dQ to its accumulator warp."""
-    # [4 warps, 2, 8 lanes, 8, 4 lanes, 2]: a thread has 8 x 2 x 2 values.
+    # [warp, half of rows, lane // 4, columns // 8, lane % 4, pair]: so that a thread stores 4 values side by side.
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([DQ_ROWS, DQ_COLUMNS])
     mbarrier.wait(args.dq_empty.index(stage), phase ^ 1)
     args.dq_smem.index(stage * 2 + GROUP).store(dq)
@@ -233,7 +238,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
         if begin < end:
-            # Words of a bitmap are loaded before dQ and dK of the tile before, their number an iteration earlier.
+            # Words of a tile are loaded before dQ of the tile before is issued, which bitmap it has one tile earlier.
             bitmap = first_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
@@ -282,13 +287,13 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
     dtype: gl.constexpr = args.q_smem.dtype
     row_block = item_field(args, index, ROW_BLOCK, 4)
     bh = item_field(args, index, BATCH_HEAD, 4)
-    kv_head = bh // args.heads_per_group
+    batch_kv_head = bh // args.heads_per_group
     adding = args.heads_per_group * item_field(args, index, PARTS, 4)
     rank = args.heads_per_group * item_field(args, index, PART, 4) + bh % args.heads_per_group
     key = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     if adding > 1:
-        block = kv_head * args.slots + item_field(args, index, SLOT, 4)
+        block = batch_kv_head * args.slots + item_field(args, index, SLOT, 4)
         counter_ptr = args.kv_counters_ptr + (block * 2 + GROUP)
         sums = args.kv_sums_ptr + block.to(gl.int64) * (2 * KEYS * D) + (key * D)[:, None] + column
         if rank > 0:
@@ -306,7 +311,8 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
         row = row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, to))
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, to))[None, :]
         exists = (row < args.kv_len)[:, None] & (columns < config.head_dim)
-        b, h, rows = (kv_head // kv_heads).to(gl.int64), (kv_head % kv_heads).to(gl.int64), row.to(gl.int64)[:, None]
+        b, h = (batch_kv_head // kv_heads).to(gl.int64), (batch_kv_head % kv_heads).to(gl.int64)
+        rows = row.to(gl.int64)[:, None]
         to_dk, to_dv = args.stride_dk, args.stride_dv
         dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + columns
         gl.store(dk_ptrs, in_store_layout(dk * args.scale, dtype), exists)
@@ -349,8 +355,8 @@ def backward_kernel(
     stride_dk,  # `Strides`
     stride_dv,
     scale,
-    score_scale,  # scale times log2(e); with a softcap twice that, divided by it
-    softcap,  # times log2(e)
+    score_scale,  # scale * log2(e); with a softcap c, 2 * scale * log2(e) / c
+    softcap,  # c * log2(e)
     CONFIG: gl.constexpr,  # `BackwardConfig`
     USE_PDL: gl.constexpr,
 ):
@@ -387,7 +393,8 @@ def backward_kernel(
     fence_async_shared()
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, counters_ptr=counters_ptr + 1,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr,
+        ticket_ptr=counters_ptr, dq_counters_ptr=counters_ptr + 1,
         kv_counters_ptr=counters_ptr + 1 + sums * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,

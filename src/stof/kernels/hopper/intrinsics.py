@@ -51,9 +51,9 @@ def store_layout(width):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def _quad_layout(width):  # type: ignore[no-untyped-def]
-    """Layout of a 64 x width wgmma accumulator as [row, group of 32 columns, group of 8, thread of the quad, pair].
+    """Layout of a 64 x width wgmma accumulator: [row, group of 32 columns, group of 8, thread of quad, column of pair].
 
-    Registers hold the pairs of four groups of 8 next to each other.
+    8 registers that follow each other are a thread's pairs in the four groups of 8, in one row.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[
@@ -89,18 +89,19 @@ def _transpose_quads(is_fp16):  # type: ignore[no-untyped-def]
 def in_store_layout(x, dtype: gl.constexpr):
     """Round a 64 x N accumulator to 16 bits, in `store_layout`: a thread then stores 16 bytes at a time, not 4.
 
-    Triton's own conversion takes shared memory.
+    Triton's own conversion goes through shared memory.
     """
     N: gl.constexpr = x.shape[1]
     quads = gl.convert_layout(x.reshape([64, N // 32, 4, 4, 2]), _quad_layout(N), assert_trivial=True)
     constraints: gl.constexpr = "=r,=r,=r,=r,f,f,f,f,f,f,f,f"
-    # Not pure: all threads of a warp take part.
+    # Not pure: all threads of a warp take part. A dtype is no constant of an expression in Triton 3.7, so branches are.
     if dtype == gl.float16:
         asm: gl.constexpr = _transpose_quads(True)
         rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.float16, is_pure=False, pack=8)
     else:
         asm: gl.constexpr = _transpose_quads(False)
         rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.bfloat16, is_pure=False, pack=8)
+    # Now threads of a quad have a group of 8 each, and registers the pairs of it.
     return gl.convert_layout(rows.permute([0, 1, 3, 2, 4]).reshape([64, N]), store_layout(N), assert_trivial=True)
 
 
