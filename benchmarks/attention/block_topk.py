@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import stof
-from benchmarks.attention.backward import GRADIENT_TOLERANCE
+from benchmarks.attention.float64_check import GRADIENT_TOLERANCE
 from benchmarks.failures import first_line
 from benchmarks.step_times import WrongResultError
 from stof import masks

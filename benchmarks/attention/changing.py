@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.backward import GRADIENT_TOLERANCE
 from benchmarks.attention.changing_masks import KINDS, Kind
 from benchmarks.attention.changing_ways import WAYS
 from benchmarks.attention.float64_check import errors_of
 from benchmarks.step_times import Budget, StepRow, WrongResultError, forget, measured
-from stof.testing.attention_check import TOLERANCE
 from stof.testing.mask_grid import Shape
 
 PASSES = ("forward", "both")
@@ -116,12 +114,8 @@ class _Attention:
             mod = self.kind.mod(self.source, problem.shape, self.device)
             inputs = (problem.q, problem.k, problem.v)
             errors = errors_of(mod, problem.shape, inputs, problem.d_out, [self._laid_out(x) for x in result], step)
-        for what, error, tolerance in (
-            ("the output", errors.out, TOLERANCE[problem.q.dtype]),
-            ("a gradient", errors.gradients, GRADIENT_TOLERANCE[problem.q.itemsize]),
-        ):
-            if not error <= tolerance:
-                raise WrongResultError(f"wrong: {what} of step {step} is off by {error:.2g} of the largest")
+        if wrong := errors.problem(problem.q.dtype):
+            raise WrongResultError(f"wrong: {wrong}, in step {step}")
         return max(errors)
 
     def _laid_out(self, x: Tensor) -> Tensor:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.mask_formats import MaskMod
+from stof.testing.attention_check import TOLERANCE
 from stof.testing.mask_grid import Shape
 
+# The largest error of a gradient, relative to the largest value, by bytes of an element.
+GRADIENT_TOLERANCE = {2: 3e-2, 4: 1e-3, 8: 1e-10}
 # Rows and keys of longer sequences are sampled.
 _ALL_ROWS = {"cuda": 8192, "cpu": 1024}
 _ROWS, _CLUSTERS, _CLUSTER = 256, 3, 16
@@ -27,6 +30,16 @@ class Errors(NamedTuple):
 
     out: float
     gradients: float
+
+    def problem(self, dtype: torch.dtype) -> str:
+        """Say which error is above its tolerance in results of this dtype; empty if none is."""
+        for what, error, tolerance in (
+            ("the output", self.out, TOLERANCE[dtype]),
+            ("a gradient", self.gradients, GRADIENT_TOLERANCE[dtype.itemsize]),
+        ):
+            if not error <= tolerance:
+                return f"{what} is off by {error:.2g} of the largest"
+        return ""
 
 
 class _Head(NamedTuple):
@@ -54,9 +67,9 @@ def errors_of(
     if not all(bool(torch.isfinite(x).all()) for x in result):
         return Errors(float("inf"), float("inf"))
     q, k, v = inputs
-    drawn, group, device = random.Random(seed), shape.heads // shape.kv_heads, q.device
-    b, kv_head = drawn.randrange(shape.batch), drawn.randrange(shape.kv_heads)
-    rows, keys = _sampled(shape, device, drawn)
+    rng, group, device = random.Random(seed), shape.heads // shape.kv_heads, q.device
+    b, kv_head = rng.randrange(shape.batch), rng.randrange(shape.kv_heads)
+    rows, keys = _sampled(shape, device, rng)
     errors = [_Largest() for _ in result]
     d_k, d_v = (torch.zeros(x.shape[2:], dtype=torch.float64, device=device) for x in (k, v))
     for h in range(kv_head * group, kv_head * group + group):
@@ -83,15 +96,15 @@ class _Largest:
         self.value = max(self.value, float(expected.abs().max()))
 
 
-def _sampled(shape: Shape, device: torch.device, drawn: random.Random) -> tuple[Tensor, Tensor]:
+def _sampled(shape: Shape, device: torch.device, rng: random.Random) -> tuple[Tensor, Tensor]:
     """Rows and keys to check: all of short sequences, else both ends with random rows and some clusters of keys."""
     q_len, kv_len = shape.q_len, shape.kv_len
     if max(q_len, kv_len) <= _ALL_ROWS[device.type]:
         return torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
     end = min(_ROWS, q_len) // 4
-    rows = {*range(end), *range(q_len - end, q_len), *drawn.sample(range(q_len), 2 * end)}
-    starts = [drawn.randrange(max(1, kv_len - _CLUSTER)) for _ in range(_CLUSTERS)]
-    keys = {min(start + n, kv_len - 1) for start in starts for n in range(_CLUSTER)}
+    rows = {*range(end), *range(q_len - end, q_len), *rng.sample(range(q_len), 2 * end)}
+    first_keys = [rng.randrange(max(1, kv_len - _CLUSTER)) for _ in range(_CLUSTERS)]
+    keys = {min(first + n, kv_len - 1) for first in first_keys for n in range(_CLUSTER)}
     return torch.tensor(sorted(rows), device=device), torch.tensor(sorted(keys), device=device)
 
 

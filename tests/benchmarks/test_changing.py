@@ -69,7 +69,7 @@ def test_the_last_mask_again_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch
     (row,) = rows_of([kind], ["stof"])
     assert row.repeated_ms is None
     assert row.new_ms is None
-    assert row.note.startswith("wrong: the output of step")
+    assert row.note.startswith("wrong: the output is off")
 
 
 def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_wrong_gradients_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(changing.WAYS, "sdpa", Way(lambda *about: Prepared(_stof(*about).make, attend)))
     (row,) = rows_of(["window"], ["sdpa"])
-    assert row.note.startswith("wrong: a gradient of step")
+    assert row.note.startswith("wrong: a gradient is off")
 
 
 def test_failures_and_tensors_with_the_sequence_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def producer(args, config: gl.constexpr):
     lane = lane_number()
     count = args.all_heads * args.items
     # Tickets go around `heads_at_once` heads, in whole groups. Where there are enough heads, no more thread blocks work
-    # on one of them than a block of keys has tiles in the mean: so they seldom wait for the same sum of dQ.
+    # on one of them than a block of keys has tiles on average: so they seldom wait for the same sum of dQ.
     total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
     heads_at_once = (gl.num_programs(0) * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
     group = args.heads_per_group
@@ -139,12 +139,12 @@ def producer(args, config: gl.constexpr):
             async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
             async_load(args.stats_desc, [bh * args.q_blocks + q_block, 0], full, args.stats_smem.index(stage))
             async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
-            if tile == begin:  # last: the keys of the item before are in use until its last tile ends
+            if tile == begin:  # after Q and dO, because K and V of the previous item are in use until its last tile
                 kv_head = head // args.heads_per_group
                 k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
                 v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
                 mbarrier.wait(args.v_empty, kv_phase)
-                # Not before: an earlier phase of kv_full would count it, if its copies are still under way.
+                # Only now: while copies of the previous item are in flight, `expect` would add to their phase.
                 mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
                 async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
                 mbarrier.wait(args.k_empty, kv_phase)

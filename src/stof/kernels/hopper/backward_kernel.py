@@ -1,9 +1,8 @@
 """dQ, dK and dV on Hopper in one pass, in Gluon: the scores of a tile are computed once for all three gradients.
 
 A thread block keeps K and V of 128 keys in shared memory, dK and dV in the registers of two consumer warpgroups, 64
-keys each: a block of keys, or row block. It goes through the tiles of the transposed layout: 64 queries, at D 64 128,
-some of which see one of its keys.
-Scores are transposed, `[keys, queries]`: P and dS are then left operands of dV and dK, which may be in registers.
+keys each. The 128 keys are a row block of the transposed layout, whose tiles have 64 queries, or 128 at D 64. Scores
+are transposed, `[keys, queries]`: P and dS are then left operands of dV and dK, which may be in registers.
 
     S = K Q^T          P = exp2(scale * log2(e) * S - lse)      dV += P dO
     dP = V dO^T        dS = P * (dP - delta)                    dK += dS Q         dQ = dS^T K
@@ -102,7 +101,7 @@ from stof.kernels.hopper.intrinsics import (
     thread_barrier,
     tile_layout,
 )
-from stof.kernels.hopper.softmax import kept, tanh_of_exponent
+from stof.kernels.hopper.softmax import kept, tanh_by_exp2
 from stof.runtime.pdl import launch_next_and_wait
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
@@ -150,14 +149,14 @@ def _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP: gl.constexpr,
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     dtype: gl.constexpr = args.q_smem.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    if config.softcap:
-        s = tanh_of_exponent(s * args.score_scale)
+    if config.has_softcap:
+        s = tanh_by_exp2(s * args.score_scale)
         p = gl.exp2(s * args.softcap - _stats(args, stage, 0, layout, config))
         if bitmap >= 0:
             p = kept(p, words, QUERIES)
         p16 = gl.convert_layout(p.to(dtype), operand)
         p *= 1.0 - s * s
-        # Issued here, dP takes the registers that the scores had.
+        # Issued after the last use of the scores: dP takes their registers.
         dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
     else:
         dp = _issue_product(args.v_smem, args.d_out_smem.index(stage), GROUP, config)
@@ -174,7 +173,7 @@ def _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP: gl.constexpr,
     # Two stages: both warpgroups finish dQ of the previous tile before the barrier that follows, so the next tile may
     # overwrite its dS.
     args.ds_smem.index(stage).slice(GROUP * 64, 64, dim=0).store(ds)
-    # The tensor cores have work while the warpgroups wait for each other.
+    # dK keeps the tensor cores busy while the warpgroups wait for each other's dS.
     dk = warpgroup_mma(gl.convert_layout(ds, operand), args.q_smem.index(stage), dk, is_async=True)
     # P leaves its registers before dQ and the next S take theirs.
     dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -238,7 +237,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
         dk = gl.zeros([64, D], gl.float32, layout)
         dv = gl.zeros([64, D], gl.float32, layout)
         if begin < end:
-            # Words of a tile are loaded before dQ of the tile before is issued, which bitmap it has one tile earlier.
+            # The next tile's bitmap is loaded before dQ of this tile is issued; its row in `bitmaps`, a tile earlier.
             bitmap = first_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
             next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
@@ -271,7 +270,7 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             stage = stage ^ 1
             kv_phase = kv_phase ^ 1
         begin, end = wait_item(args, index + 1, 4)
-        # On its way while dK and dV are stored.
+        # The load completes while dK and dV are stored.
         first_bitmap = gl.load(args.tiles_ptr + gl.maximum(begin, 0) * TILE_SIZE + BITMAP)
         _store(args, index, dk, dv, GROUP, config)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)

@@ -70,13 +70,13 @@ class BackwardConfig:
         width: head dimension in shared memory, 64 or 128.
         head_dim: of the tensors.
         queries: of a tile, 64 or 128.
-        softcap: whether scores are capped.
+        has_softcap: whether scores are capped.
     """
 
     width: int
     head_dim: int
     queries: int
-    softcap: bool = False
+    has_softcap: bool
 
 
 def padded_width(head_dim: int) -> int:

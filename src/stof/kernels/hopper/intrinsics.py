@@ -16,8 +16,10 @@ if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
-_descriptor = gl.shared_memory_descriptor
-reinterpret = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+    reinterpret = gl.shared_memory_descriptor.reinterpret
+else:
+    reinterpret = gl.shared_memory_descriptor._reinterpret
 
 # From Triton 3.8 on, LLVM repeats the products of `rescale` behind the loop that they end. It then copies their
 # operands from registers that a wgmma still writes, and ptxas serialises all wgmmas (C7511).
@@ -94,14 +96,14 @@ def in_store_layout(x, dtype: gl.constexpr):
     N: gl.constexpr = x.shape[1]
     quads = gl.convert_layout(x.reshape([64, N // 32, 4, 4, 2]), _quad_layout(N), assert_trivial=True)
     constraints: gl.constexpr = "=r,=r,=r,=r,f,f,f,f,f,f,f,f"
-    # Not pure: all threads of a warp take part. A dtype is no constant of an expression in Triton 3.7, so branches are.
+    # Not pure: all threads of a warp take part. Two calls, because Triton 3.7 does not unwrap a constexpr `dtype`.
     if dtype == gl.float16:
         asm: gl.constexpr = _transpose_quads(True)
         rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.float16, is_pure=False, pack=8)
     else:
         asm: gl.constexpr = _transpose_quads(False)
         rows = gl.inline_asm_elementwise(asm, constraints, [quads], dtype=gl.bfloat16, is_pure=False, pack=8)
-    # Now threads of a quad have a group of 8 each, and registers the pairs of it.
+    # After the transposition, each thread of a quad has one group of 8, and its registers have the group's pairs.
     return gl.convert_layout(rows.permute([0, 1, 3, 2, 4]).reshape([64, N]), store_layout(N), assert_trivial=True)
 
 

@@ -86,7 +86,7 @@ def _selected(s, words, OTHERWISE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def tanh_of_exponent(x):
+def tanh_by_exp2(x):
     """`tanh(x / (2 * LOG2E))`, by exp2, which saturates to 0 or inf and so to +-1."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(x))
 
@@ -95,7 +95,7 @@ def tanh_of_exponent(x):
 @no_type_check
 def _softcap(s, scale, softcap):
     """`softcap * tanh(scale * s / softcap)`."""
-    return softcap * tanh_of_exponent(s * (scale * 2.0 * LOG2E / softcap))
+    return softcap * tanh_by_exp2(s * (scale * 2.0 * LOG2E / softcap))
 
 
 @gluon.jit
