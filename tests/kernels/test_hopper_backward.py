@@ -332,7 +332,7 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
     blocks = batch * heads * -(-q_len // queries)
     stats, counters = (
         torch.full((blocks * 2 * queries,), torch.nan),
-        torch.full((1 + 2 * blocks + 2,), 7, dtype=torch.int32),
+        torch.full((2 + batch * heads * (lists.sums + 1) + 2,), 7, dtype=torch.int32),
     )
     sums, dq = (
         torch.full((batch * heads * lists.sums * queries, WIDTH[queries]), torch.nan),
@@ -343,14 +343,16 @@ def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
     optional = [lse.float() if x is None else x for x in (d_lse, sinks)]
     backward_rows_kernel[(blocks,)](
         out, call["d_out"], lse.float(), *optional, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
-        len(counters), 4 if blocks > 1 else 8, queries, head_dim, WIDTH[queries], option == "lse", option == "sinks",
-        False,
+        len(counters), 1 << (len(counters) // blocks).bit_length(), queries, head_dim, WIDTH[queries], option == "lse",
+        option == "sinks", False,
     )  # fmt: skip
     assert not counters.any()
     dk, dv = computed(lists, call, stats, sums)
     mask_batch, mask_heads = lists.pattern_of.shape
-    convert_dq_kernel[(blocks,)](
-        sums, dq, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, lists.sums,
+    counters[2 + batch * heads * lists.sums :][: batch * heads] = 6
+    convert_dq_kernel[(min(3, blocks),)](
+        sums, dq, counters, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, batch * heads, 6,
+        lists.sums,
         mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, WIDTH[queries], False,
     )  # fmt: skip
     options = {"d_lse": d_lse, "sinks": sinks}

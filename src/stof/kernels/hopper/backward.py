@@ -26,6 +26,8 @@ from stof.runtime.pdl import supports_pdl
 # What TMA wants addresses to be multiples of, in bytes, and where kernels count rows in 32 bits.
 _ALIGNED = 16
 _MOST_ROWS = 2**31
+# Most thread blocks of `convert_dq_kernel` for each multiprocessor.
+_CONVERTERS = 8
 
 
 class _MatrixWindow(NamedTuple):
@@ -140,7 +142,7 @@ class _Kernels:
         if split is not None:
             items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
-        self.counters = 1 + batch * heads * lists.sums + 2 * batch * kv_heads * slots
+        self.counters = 2 + batch * heads * (lists.sums + 1) + 2 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
         self.sums = (batch * heads * lists.sums * 2 * DQ_HALF[0], DQ_HALF[1])
         if self.sums[0] >= _MOST_ROWS:
@@ -156,8 +158,9 @@ class _Kernels:
         mask_batch, mask_heads = lists.pattern_of.shape
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
         self.convert = launch(
-            convert_dq_kernel, blocks, (lists.sum_ptr, lists.pattern_of),
-            (gradients.q, *sizes, lists.sums, *mask_strides, float(options.scale)), (queries, head_dim, width, pdl),
+            convert_dq_kernel, min(blocks, _CONVERTERS * processors), (lists.sum_ptr, lists.pattern_of),
+            (gradients.q, *sizes, batch * heads, 2 * items, lists.sums, *mask_strides, float(options.scale)),
+            (queries, head_dim, width, pdl),
         )  # fmt: skip
         patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
         score_scale = options.scale * math.log2(math.e) * (2 / options.softcap if options.softcap else 1)
@@ -191,5 +194,5 @@ class _Kernels:
         self.rows(out, inputs[3], lse, *optional, of_sinks, stats, counters)
         kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
         self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
-        self.convert(sums, dq)
+        self.convert(sums, dq, counters)
         return None if sinks is None else -of_sinks.sum((0, 2)).to(sinks.dtype)

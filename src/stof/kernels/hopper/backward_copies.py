@@ -47,9 +47,9 @@ DQ_ROWS, DQ_COLUMNS = (gl.constexpr(size) for size in DQ_HALF)
 BackwardArgs = namedtuple(
     "BackwardArgs",
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr ticket_ptr dq_counters_ptr "
-    "kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem v_smem d_out_smem "
-    "stats_smem ds_smem dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full dq_empty "
-    "items is_split slots "
+    "head_counters_ptr kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem "
+    "v_smem d_out_smem stats_smem ds_smem dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full "
+    "dq_empty items is_split slots "
     "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
     "score_scale softcap",
 )
@@ -168,7 +168,8 @@ def accumulator(args, STAGE: gl.constexpr):
     first_stage = 0  # of an item's first tile
     begin, end = wait_item(args, 0, 1)
     while begin >= 0:
-        first_sum = item_field(args, index, BATCH_HEAD, 1) * args.sums
+        bh = item_field(args, index, BATCH_HEAD, 1)
+        first_sum = bh * args.sums
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         first = begin + (first_stage ^ STAGE)
         rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
@@ -198,6 +199,7 @@ def accumulator(args, STAGE: gl.constexpr):
             wait_stores_and_count(counter_ptr)
             rank = next_rank
             place = next_place
+        wait_stores_and_count(args.head_counters_ptr + bh)  # of an item without tiles, too
         first_stage = first_stage ^ ((end - begin) & 1)
         index += 1
         begin, end = wait_item(args, index, 1)

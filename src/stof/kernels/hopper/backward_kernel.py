@@ -102,7 +102,7 @@ from stof.kernels.hopper.intrinsics import (
     tile_layout,
 )
 from stof.kernels.hopper.softmax import kept, tanh_by_exp2
-from stof.runtime.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next, wait_previous
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
 _COUNTS = [
@@ -331,8 +331,9 @@ def backward_kernel(
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
     kv_sums_ptr,  # [B, Hkv, slots, 2, 128, width] float32: sums of dK and dV of several items
-    counters_ptr,  # [1 + B * H * sums + 2 * B * Hkv * slots] int32, zero: items that were taken,
-    #                additions to each sum of dQ, additions to sums of dK and dV by each warpgroup
+    counters_ptr,  # [2 + B * H * (sums + 1) + 2 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
+    #                that were taken; additions to each sum of dQ; of each head, accumulator warps that ended an item;
+    #                additions to sums of dK and dV by each warpgroup
     items_ptr,  # int32 [items, 4], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
     tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,
@@ -360,7 +361,9 @@ def backward_kernel(
     USE_PDL: gl.constexpr,
 ):
     """See the module."""
-    launch_next_and_wait(USE_PDL)
+    # In this order: `convert_dq_kernel` reads counters that the previous kernel clears.
+    wait_previous(USE_PDL)
+    launch_next(USE_PDL)
     D: gl.constexpr = CONFIG.width
     QUERIES: gl.constexpr = CONFIG.queries
     dtype: gl.constexpr = q_desc.dtype
@@ -392,9 +395,9 @@ def backward_kernel(
     fence_async_shared()
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr,
-        ticket_ptr=counters_ptr, dq_counters_ptr=counters_ptr + 1,
-        kv_counters_ptr=counters_ptr + 1 + sums * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, ticket_ptr=counters_ptr + 1,
+        dq_counters_ptr=counters_ptr + 2, head_counters_ptr=counters_ptr + 2 + sums * all_heads,
+        kv_counters_ptr=counters_ptr + 2 + (sums + 1) * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
         items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,

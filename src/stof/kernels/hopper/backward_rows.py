@@ -7,7 +7,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from stof.runtime.pdl import launch_next_and_wait
+from stof.runtime.pdl import launch_next, launch_next_and_wait, wait_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -80,12 +80,15 @@ def backward_rows_kernel(
 def convert_dq_kernel(
     sums_ptr,  # [B, H, sums, 2, 8, 4, 8, 4, 2, 2] float32, see below
     dq_ptr,  # [B, H, Sq, D]
+    counters_ptr,  # of `backward_kernel`
     sum_ptr,  # [patterns, blocks of queries + 1], see `BackwardLists`
     pattern_of_ptr,
     stride,  # `Strides`; columns are contiguous
     heads,
     q_len,
     q_blocks,
+    all_heads,  # B * H
+    additions,  # to a head's counter when its sums are complete
     sums,
     mask_b,
     mask_h,
@@ -95,26 +98,40 @@ def convert_dq_kernel(
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Write dQ of a block of queries: its sums, added in order, times the scale.
+    """Write dQ of blocks of queries: their sums, added in order, times the scale.
+
+    Thread blocks start on multiprocessors that have no more work of `backward_kernel`, and wait for the sums of one
+    head after another. They take blocks of queries by tickets, and end when that kernel has ended.
 
     A sum is two halves of columns, or at D 64 of queries. A half, 64 x 64, is an accumulator of wgmma: [columns / 8,
     warp, lane / 4, lane % 4, 2 rows 8 apart, 2 columns].
     """
-    launch_next_and_wait(USE_PDL)
-    block = tl.program_id(0)
-    group = block // q_blocks
+    launch_next(USE_PDL)
+    head_counters_ptr = counters_ptr + 2 + sums * all_heads
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    row = (block % q_blocks) * ROWS + r
-    mask = (row < q_len)[:, None] & (d < HEAD_DIM)[None, :]
-    pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
-    sum_ptr += pattern * (q_blocks + 1) + block % q_blocks
     values = tl.arange(0, ROWS * BLOCK_D)
-    acc = tl.zeros([ROWS * BLOCK_D], tl.float32)
-    for n in range(tl.load(sum_ptr), tl.load(sum_ptr + 1)):
-        acc += tl.load(sums_ptr + (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D) + values)
-    acc = tl.reshape(acc, [2, 8, 4, 8, 4, 2, 2])
-    acc = tl.permute(acc, [2, 5, 3, 0, 1, 4, 6]) if BLOCK_D == 128 else tl.permute(acc, [0, 2, 5, 3, 1, 4, 6])
-    acc = tl.reshape(acc, [ROWS, BLOCK_D])
-    b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
-    base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
-    tl.store(base + d[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+    block = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    while block < all_heads * q_blocks:
+        next_block = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+        group = block // q_blocks
+        row = (block % q_blocks) * ROWS + r
+        mask = (row < q_len)[:, None] & (d < HEAD_DIM)[None, :]
+        pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
+        place = pattern * (q_blocks + 1) + block % q_blocks
+        first, end = tl.load(sum_ptr + place), tl.load(sum_ptr + place + 1)
+        added = tl.atomic_add(head_counters_ptr + group, 0, sem="acquire")
+        while added < additions:
+            added = tl.atomic_add(head_counters_ptr + group, 0, sem="acquire")
+        acc = tl.zeros([ROWS * BLOCK_D], tl.float32)
+        for n in range(first, end):
+            sum_of_block_ptr = sums_ptr + (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D)
+            acc += tl.load(sum_of_block_ptr + values, cache_modifier=".cg")  # other multiprocessors wrote it
+        acc = tl.reshape(acc, [2, 8, 4, 8, 4, 2, 2])
+        acc = tl.permute(acc, [2, 5, 3, 0, 1, 4, 6]) if BLOCK_D == 128 else tl.permute(acc, [0, 2, 5, 3, 1, 4, 6])
+        acc = tl.reshape(acc, [ROWS, BLOCK_D])
+        b, h = (group // heads).to(tl.int64), (group % heads).to(tl.int64)
+        base = dq_ptr + b * stride.b + h * stride.h + row.to(tl.int64)[:, None] * stride.s
+        tl.store(base + d[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+        block = next_block
+    # The kernels that follow wait for this one, and read what `backward_kernel` writes.
+    wait_previous(USE_PDL)
