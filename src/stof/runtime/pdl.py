@@ -37,7 +37,9 @@ def launch_next(USE_PDL: tl.constexpr):
 @triton.jit
 @no_type_check
 def wait_previous(USE_PDL: tl.constexpr):
-    """Wait for the previous kernel. Code before this call may only read memory that no kernel writes."""
+    """Wait for the previous kernel. Code before this call may only read memory that no kernel writes, or that it has
+    waited for by counters that the previous kernel releases.
+    """
     if USE_PDL:
         gdc_wait()
 

@@ -116,12 +116,13 @@ def convert_dq_kernel(
         group = block // q_blocks
         row = (block % q_blocks) * ROWS + r
         mask = (row < q_len)[:, None] & (d < HEAD_DIM)[None, :]
-        pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
-        place = pattern * (q_blocks + 1) + block % q_blocks
-        first, end = tl.load(sum_ptr + place), tl.load(sum_ptr + place + 1)
         added = tl.atomic_add(head_counters_ptr + group, 0, sem="acquire")
         while added < additions:
             added = tl.atomic_add(head_counters_ptr + group, 0, sem="acquire")
+        # What kernels before have written, all lists too, is read from here on.
+        pattern = tl.load(pattern_of_ptr + group // heads * mask_b + group % heads * mask_h)
+        place = pattern * (q_blocks + 1) + block % q_blocks
+        first, end = tl.load(sum_ptr + place), tl.load(sum_ptr + place + 1)
         acc = tl.zeros([ROWS * BLOCK_D], tl.float32)
         for n in range(first, end):
             sum_of_block_ptr = sums_ptr + (group * sums + n).to(tl.int64) * (ROWS * BLOCK_D)
