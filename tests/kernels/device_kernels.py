@@ -66,7 +66,7 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     ints, i = "*i32", "i32"
     kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
     for read, kind in kinds:
-        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        reader = source.Source(None, kind, Programs([], [], 0), (), 1, 1)
         rows = reader.rows_at_once(survey._ROWS, 256)
         yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
@@ -84,7 +84,7 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     ints, i = "*i32", "i32"
     for read, kind in kinds:
         is_program = kind == source.PROGRAM
-        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        reader = source.Source(None, kind, Programs([], [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             counted = [kind, *([0] * 3 if is_program else sizes[1:]), tiles.COUNTED[is_program], False]

@@ -163,7 +163,7 @@ class Source(NamedTuple):
         from stof.layout.fill.tile_bits import prepare
         from stof.runtime.launch import launch
 
-        numbers, _, draws, drawn = self.programs
+        numbers, draws, drawn = self.programs
         first, count = zeros + rest + drawn, len(numbers)
         state = torch.empty(first + count, dtype=torch.int32, device=device)
         numbers = list(itertools.chain(numbers, *draws))
@@ -189,7 +189,7 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
-    heads, places = keep.shape[1], Programs(entries, 0, [], 0)
+    heads, places = keep.shape[1], Programs(entries, [], 0)
     aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
     if aligned and strides[3] == 1:
         strides = (*(n // 16 for n in strides[:3]), 1)

@@ -131,7 +131,6 @@ def _launch(
         columns,
         source.patterns,
         first,
-        first + source.programs.first,
     )
     constants = (source.kind, _COLUMNS, source.rows_at_once(_ROWS, _COLUMNS))
     programs = source.patterns * row_blocks * columns

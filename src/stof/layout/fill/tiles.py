@@ -113,8 +113,7 @@ class TileFill:
         rest = 2 * self._blocks + -(-tiles // 4) + (2 * tiles + slots if self._as_layout else 0)
         results = _RESULTS + (4 * patterns if self._as_layout else 0)
         self._state, self._mailbox, first = source.prepared(zeros, rest, results, device)
-        numbers = (self._row_blocks, self._columns, patterns, first, first + source.programs.first)
-        self._sized = (source.heads, *lengths, *numbers)
+        self._sized = (source.heads, *lengths, self._row_blocks, self._columns, patterns, first)
         self._table = (seen_words, slots)
         self._count()
 
@@ -127,10 +126,10 @@ class TileFill:
         from stof.runtime.launch import launch
 
         source, group, device = self._source, self._counted_together, self._device
-        _, q_len, kv_len, _, _, _, *firsts = self._sized
+        _, q_len, kv_len, _, _, _, first = self._sized
         if self._is_program and not self._as_layout:
             programs = source.patterns * -(-kv_len // count_kernels.KEYS)
-            sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
+            sizes = (self._blocks, source.patterns, first, q_len, kv_len)
             launch(
                 count_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device, num_warps=SEARCHERS
             )
@@ -258,5 +257,5 @@ def start_fill(
 
 def _maps_ranges(source: Source) -> bool:
     """Whether programs begin by mapping positions: their keys are looked at in aligned words only."""
-    numbers, first = source.programs.numbers, source.programs.first
-    return numbers[numbers[first]] > 0 and numbers[numbers[first] + 1] >= Op.QUERY_IN_RANGES
+    numbers = source.programs.numbers
+    return numbers[numbers[0]] > 0 and numbers[numbers[0] + 1] >= Op.QUERY_IN_RANGES
