@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from stof.kernels.hopper.tile_scheduler import WORK
 from stof.kernels.triton.backward_tiles import ITEM
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout.fill.layouts import pattern_numbers
+from stof.layout.fill.mask_input import PinnedMailbox
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask, transposed
 from stof.masks.index import Index
@@ -279,6 +281,21 @@ def test_masks_without_room_are_not_taken() -> None:
         fill.run_again(lists)
         assert fill.counts() == counts
         assert torch.equal(lists.tile_bitmap, before)
+
+
+def test_a_mailbox_that_was_not_read_waits_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
+    mailbox = PinnedMailbox(8, pinned=False)
+    monkeypatch.setattr(mailbox, "tensor", SimpleNamespace(is_pinned=lambda: True))
+    mailbox.put(2, [5])
+    assert not waits
+    mailbox.put(2, [6, 7])  # a call was interrupted before it read the results
+    assert waits
+    assert mailbox.read(4) == [0, 0, 6, 7]
+    mailbox.put(2, [])
+    assert mailbox.read(4) == [0, 0, 6, 7]
+    assert len(waits) == 1
 
 
 def test_work_lists_are_written_again() -> None:

@@ -98,7 +98,9 @@ class PinnedMailbox:
         return mailbox
 
     def put(self, results: int, numbers: list[int]) -> None:
-        """Write zeros for `results` numbers, which kernels write, followed by `numbers`. No kernel may be reading."""
+        """Write zeros for `results` numbers, which kernels write, followed by `numbers`."""
+        if self in _in_use and self.tensor.is_pinned():  # what kernels wrote last was not read: they may still run
+            torch.cuda.synchronize()
         _in_use.add(self)
         self.numbers[: results + len(numbers)] = [0] * results + numbers  # type: ignore[assignment]  # as c_int32
 
