@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,15 @@ class FilledPlan:
 
     def __init__(self, parts: tuple[Mask, ...], place: int, q: Tensor, k: Tensor) -> None:
         self.parts, self.place, self.lengths = parts, place, (q.shape[2], k.shape[2])
-        self.fill(parts[place])
+        self.take(parts[place])
+        self.fill()
 
-    def fill(self, mask: Mask) -> None:
-        parts = [*self.parts[: self.place], mask, *self.parts[self.place + 1 :]]
-        self.plan = stof.plan(And.of(*parts) if len(parts) > 1 else mask, *self.lengths)
+    def take(self, mask: Mask) -> None:
+        self.taken = mask
+
+    def fill(self) -> None:
+        parts = [*self.parts[: self.place], self.taken, *self.parts[self.place + 1 :]]
+        self.plan = stof.plan(And.of(*parts) if len(parts) > 1 else self.taken, *self.lengths)
 
     def holds_mask(self) -> bool:
         return self.holds
@@ -116,7 +121,7 @@ def test_masks_that_the_lists_do_not_hold_run_unrecorded(monkeypatch: pytest.Mon
         for number, mask in enumerate(DOCUMENTS):
             monkeypatch.setattr(FilledPlan, "holds", number != 3)
             # What a replay computes then is not returned.
-            monkeypatch.setattr(FilledPlan, "fill", FilledPlan.fill if number != 3 else lambda self, mask: None)
+            monkeypatch.setattr(FilledPlan, "take", FilledPlan.take if number != 3 else lambda self, mask: None)
             x = torch.randn(1, 60, 8)
             torch.testing.assert_close(calls.call_with_mask(mask, x=x), module(x, mask))
             monkeypatch.undo()
@@ -158,6 +163,20 @@ def test_an_interrupted_recording_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         for mask in DOCUMENTS[1:]:
             torch.testing.assert_close(calls.call_with_mask(mask, x=x), module(x, mask))
     assert recorder.made == 2
+
+
+def test_lists_hold_what_was_filled_after_they_were_made() -> None:
+    plan: Any = object.__new__(replaced_masks._FilledPlan)
+    counted, uncounted = (SimpleNamespace(counts=lambda found=found: found) for found in ((3, 1), None))
+    for has_room, filled, fills, holds in (
+        (True, 1, [counted], True),
+        (True, 0, [counted], False),
+        (True, 1, [counted, counted], False),
+        (False, 1, [counted], False),
+        (True, 1, [uncounted], False),
+    ):
+        plan._has_room, plan._filled, plan._lists = has_room, filled, [(fill, None, None) for fill in fills]
+        assert plan.holds_mask() == holds
 
 
 def test_other_masks_and_plans_are_refused() -> None:

@@ -66,9 +66,9 @@ def layout_kernels() -> Iterator[tuple[Any, list[Any], dict[str, int]]]:
     ints, i = "*i32", "i32"
     kinds = ((ints, source.PROGRAM), ("*u8", source.BYTES), (ints, source.QUADS))
     for read, kind in kinds:
-        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        reader = source.Source(None, kind, Programs([], [], 0), (), 1, 1)
         rows = reader.rows_at_once(survey._ROWS, 256)
-        yield counting.count_slabs, [read, ints, *[i] * 16, kind, 256, rows], {}
+        yield counting.count_slabs, [read, ints, *[i] * 15, kind, 256, rows], {}
     yield reading.prepare, [ints, ints, *[i] * 5], {}
     yield from _fill_kernels(kinds)
 
@@ -84,20 +84,20 @@ def _fill_kernels(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[Any, lis
     ints, i = "*i32", "i32"
     for read, kind in kinds:
         is_program = kind == source.PROGRAM
-        reader = source.Source(None, kind, Programs([], 0, [], 0), (), 1, 1)
+        reader = source.Source(None, kind, Programs([], [], 0), (), 1, 1)
         for block_m, block_n in ((128, 128), (64, 32), (192, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
             counted = [kind, *([0] * 3 if is_program else sizes[1:]), tiles.COUNTED[is_program], False]
-            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *counted], {}
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 16, *counted], {}
             for width in (1, block_n) if kind != source.QUADS else ():
                 constants = [*sizes, tiles.WRITTEN[is_program], width, False]
-                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *constants], {}
+                yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 15, *constants], {}
         counted, written = layouts._TOGETHER if is_program else layouts._READ, layouts._WRITTEN[is_program]
         for block_m, block_n in ((128, 128), (64, 256), (1, 128)) if is_program else ((128, 128),):
             sizes = [kind, block_m, block_n, reader.rows_at_once(block_m, block_n)]
-            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 17, *sizes, counted, True], {}
-            yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 16, *sizes, written, 1, True], {}
-    yield count_kernels.find_unseen_keys, [ints, *[i] * 6], {"num_warps": tiles.SEARCHERS}
+            yield count_kernels.count_tiles, [read, ints, ints, *[i] * 16, *sizes, counted, True], {}
+            yield write_kernels.write_tiles, [read, *[ints] * 7, *[i] * 15, *sizes, written, 1, True], {}
+    yield count_kernels.find_unseen_keys, [ints, *[i] * 5], {"num_warps": tiles.SEARCHERS}
     yield write_items, [ints, ints, i, i], {}
     yield write_work, [*[ints] * 6, *[i] * 7], {}
     for queries in (64, 128):

@@ -51,7 +51,7 @@ def test_bounds(mask: Mask, inverted: bool) -> None:
     tiles = mask.to_dense(length)[0, 0].unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).flatten(2)
     for row, kept in enumerate(tiles):
         found = torch.full((2, COLUMNS), -1, dtype=torch.int32)
-        bounds[(1,)](numbers, int(numbers[programs.first]), found, row * SIZE, SIZE, COLUMNS)
+        bounds[(1,)](numbers, int(numbers[0]), found, row * SIZE, SIZE, COLUMNS)
         nothing, everything = found.bool()
         assert not bool((nothing & kept.any(-1)).any())
         assert not bool((everything & ~kept.all(-1)).any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from stof.kernels.hopper.tile_scheduler import WORK
 from stof.kernels.triton.backward_tiles import ITEM
 from stof.kernels.triton.filled_tiles import filled_backward_tiles
 from stof.layout.fill.layouts import pattern_numbers
+from stof.layout.fill.mask_input import PinnedMailbox
 from stof.layout.fill.tiles import FilledTiles, TileFill, start_fill
 from stof.masks import Mask, transposed
 from stof.masks.index import Index
@@ -38,11 +40,11 @@ def dense(mask: Mask, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -
 
 
 def started(
-    mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], batch: int = 1, heads: int = 1
+    mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], batch: int = 1, heads: int = 1, room: int = 0
 ) -> TileFill | None:
     dims = mask.dims(batch, heads)
     which = pattern_numbers(mask, q_len, kv_len, dims)
-    return start_fill(mask, q_len, kv_len, dims, which, *tile, DEVICE)
+    return start_fill(mask, q_len, kv_len, dims, which, *tile, DEVICE, room)
 
 
 def filled(
@@ -238,17 +240,18 @@ def test_backward_items(number: int) -> None:
 @pytest.mark.parametrize("every_column", [False, True])
 def test_lists_with_room_for_all_tiles_are_written_again(every_column: bool) -> None:
     """As for the replays of a CUDA graph: other masks, in the same memory, with nothing left of the one before."""
-    q_len, tile, lists = 300, (64, 64), None
+    q_len, tile, lists, fill = 300, (64, 64), None, None
     every = [documents(100, 3, 197), documents(300), documents(*[1] * 300), documents(299, 1)]
     for mask in [*every, *(mask & masks.sliding_window(9) for mask in every)]:
-        fill = started(mask, q_len, q_len, tile)
-        assert fill is not None
-        most = fill.max_counts()
-        assert most is not None
-        if lists is None:
+        if fill is None or lists is None:
+            fill = started(mask, q_len, q_len, tile, room=700)
+            assert fill is not None
+            most = fill.max_counts()
+            assert most is not None
             lists = fill.write(*most, every_column=every_column)
         else:
-            fill.write_again(lists)
+            assert fill.refill(mask)
+            fill.run_again(lists)
         counts = fill.counts()
         assert counts is not None
         assert len(lists.columns) == most[0] + 3
@@ -260,21 +263,57 @@ def test_lists_with_room_for_all_tiles_are_written_again(every_column: bool) -> 
         assert torch.equal(kept_by(tiles, q_len, q_len, tile, seen), dense(mask, q_len, q_len))
 
 
+def test_masks_without_room_are_not_taken() -> None:
+    """The mask of before stays, and its counts are written again."""
+    mask = documents(100, 3, 197)
+    fill = started(mask, 300, 300, (64, 64), room=40)
+    assert fill is not None
+    most = fill.max_counts()
+    assert most is not None
+    lists, counts = fill.write(*most, every_column=False), fill.counts()
+    before = lists.tile_bitmap.clone()
+    for other in (
+        documents(*[1] * 300),
+        masks.random_blocks(1, block_size=64),
+        masks.from_dense(torch.ones(300, 300, dtype=torch.bool)),
+    ):
+        assert not fill.refill(other)
+        fill.run_again(lists)
+        assert fill.counts() == counts
+        assert torch.equal(lists.tile_bitmap, before)
+
+
+def test_a_mailbox_that_was_not_read_waits_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
+    mailbox = PinnedMailbox(8, pinned=False)
+    monkeypatch.setattr(mailbox, "tensor", SimpleNamespace(is_pinned=lambda: True))
+    mailbox.put(2, [5])
+    assert not waits
+    mailbox.put(2, [6, 7])  # a call was interrupted before it read the results
+    assert waits
+    assert mailbox.read(4) == [0, 0, 6, 7]
+    mailbox.put(2, [])
+    assert mailbox.read(4) == [0, 0, 6, 7]
+    assert len(waits) == 1
+
+
 def test_work_lists_are_written_again() -> None:
-    changing = None
+    changing = fill = None
     for mask in (documents(100, 3, 197), documents(300), documents(40, 260)):
-        fill = started(mask, 300, 300, (64, 64))
-        assert fill is not None
-        most = fill.max_counts()
-        assert most is not None
-        if changing is None:
+        if changing is None or fill is None:
+            fill = started(mask, 300, 300, (64, 64), room=40)
+            assert fill is not None
+            most = fill.max_counts()
+            assert most is not None
             tiles = fill.write(*most, every_column=False)
             prepared = prepare_filled(tiles, (300, 300), 64, KernelConfig(), changing=True)
             changing = prepared.lists
             assert isinstance(changing, FilledTileLists)
             work = changing.work_list(1, 3, 2)
         else:
-            fill.write_again(tiles)
+            assert fill.refill(mask)
+            fill.run_again(tiles)
             changing.write_work_lists()
         expected, _ = work_of(mask, 300, 300, 1, 3, 2)
         # Row blocks of equal length may be listed in any order: tiles and bitmaps are the same.

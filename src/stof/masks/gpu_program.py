@@ -98,15 +98,13 @@ class Programs(NamedTuple):
     """Programs of some (batch, head) masks.
 
     Attributes:
-        numbers: tables; then where the program of each mask begins; then the programs. The first number of a program
-            says how many instructions it has.
-        first: where the programs' places are among the numbers.
+        numbers: where the program of each mask begins; tables; the programs. The first number of a program says how
+            many instructions it has.
         draws: tables for the device to fill; they come before the numbers, the first of them last.
         drawn: numbers of these tables.
     """
 
     numbers: list[int]
-    first: int
     draws: list[Draw]
     drawn: int
 
@@ -131,17 +129,14 @@ def _written(mask: Mask, q_len: int, kv_len: int, entries: Sequence[tuple[int, i
         codes = [writer.program(mask, b, h) for b, h in entries]
     except _NotWritableError:
         return None
-    first = len(writer.tables)
-    numbers, at = writer.tables, first + len(codes)
-    for code in codes:
-        numbers.append(at)
-        at += 1 + len(code)
-    if at + writer.drawn > LONGEST:
+    numbers = writer.numbers
+    if len(numbers) + sum(1 + len(code) for code in codes) + writer.drawn > LONGEST:
         return None
-    for code in codes:
+    for n, code in enumerate(codes):
+        numbers[n] = len(numbers)
         numbers.append(len(code) // WIDTH)
         numbers += code
-    return Programs(numbers, first, writer.draws, writer.drawn)
+    return Programs(numbers, writer.draws, writer.drawn)
 
 
 class _Place(NamedTuple):
@@ -194,7 +189,7 @@ class _Writer:
     def __init__(self, q_len: int, kv_len: int, patterns: int) -> None:
         self.q_len, self.kv_len, self.patterns = q_len, kv_len, patterns
         self.code: list[int] = []
-        self.tables: list[int] = []
+        self.numbers: list[int] = [0] * patterns  # of `Programs`: tables follow
         self.draws: list[Draw] = []
         self.drawn = 0
         self.checked: tuple[_Place, int, int] | None = None  # the last place whose positions fit 32 bits
@@ -275,8 +270,8 @@ class _Writer:
         return 2
 
     def table(self, values: Sequence[int]) -> int:
-        self.tables += values
-        return len(self.tables) - len(values)
+        self.numbers += values
+        return len(self.numbers) - len(values)
 
     def of_sequence(self, values: Sequence[T]) -> T:
         """The value of this sequence."""

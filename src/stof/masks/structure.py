@@ -71,7 +71,7 @@ def outline(mask: Mask, evaluated: Mask, q_len: int, kv_len: int, entries: Seque
     if programs is None:
         return None
     numbers = programs.numbers
-    codes = [numbers[at + 1 : at + 1 + numbers[at] * WIDTH] for at in numbers[programs.first :][: len(entries)]]
+    codes = [numbers[at + 1 : at + 1 + numbers[at] * WIDTH] for at in numbers[: len(entries)]]
     structures = frozenset(map(_structure, codes))
     looked_at = codes[:: -(-len(codes) // _ENTRIES)]
     kept = [_kept_shares(code, numbers, q_len, kv_len) for code in looked_at]

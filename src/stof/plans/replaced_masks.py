@@ -1,7 +1,7 @@
-"""A documents mask that changes between the replays of a CUDA graph, and the plans that are filled before a replay.
+"""A documents mask that changes between the replays of a CUDA graph, and plans whose lists the graph fills.
 
-The mask may be intersected with masks by distance, which stay. The lists of a plan have room for the tiles of any mask,
-so filling them needs no wait: no memory is allocated by the number of tiles.
+The mask may be intersected with masks by distance, which stay. The graph reads the mask's program from pinned memory,
+and the lists of a plan have room for the tiles of any mask: no memory is allocated by the number of tiles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stof.errors import UnsupportedError, shown
@@ -34,6 +33,8 @@ from stof.selection import CallSpec, KernelChoice, MaskGeometry
 # Most bytes of the bitmaps of one plan, which has room for a bitmap of every tile.
 _MOST_BYTES = 2**26
 _BITMAP_WORDS = 4  # of a row of a tile
+# Numbers of a program that there is room for: those of 2000 documents.
+_ROOM = 2**12
 _LOCAL = threading.local()
 
 
@@ -66,13 +67,18 @@ class ReplacedMask:
             plan = self._plans[key] = _FilledPlan(parts, parts.index(self._mask), q, k)
         return plan
 
-    def fill(self, mask: Mask) -> None:
-        """Fill the lists of all plans for another mask, of the same structure; does not wait for the device."""
+    def take(self, mask: Mask) -> None:
+        """Take another mask for the next replay. What waits for that is `holds_mask`, of the replay before."""
         for plan in self._plans.values():
-            plan.fill(mask)
+            plan.take(mask)
+
+    def fill(self) -> None:
+        """Fill the lists of all plans for the mask that was taken: as part of a CUDA graph, in each replay."""
+        for plan in self._plans.values():
+            plan.fill()
 
     def holds_mask(self) -> bool:
-        """Whether the lists hold the mask of the last `fill`; waits for the device to count its tiles."""
+        """Whether the lists hold the mask of the last replay, or recording; waits for the device to count its tiles."""
         # Of all plans, so that no count is left unread. Without plans, nothing is known to depend on the mask.
         return bool(self._plans) and False not in [plan.holds_mask() for plan in self._plans.values()]
 
@@ -88,8 +94,9 @@ class _FilledPlan(Plan):
             q, k: of a call.
         """
         self._parts, self._place = parts, place
-        self._lists: list[tuple[FilledTiles, FilledTileLists]] = []
-        self._fills: list[TileFill | None] = []
+        self._lists: list[tuple[TileFill, FilledTiles, FilledTileLists]] = []
+        self._has_room = True  # for the mask that was taken last
+        self._filled = 0  # how many of the lists the recording fills
         self._streams: set[int] = set()
         sizes: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "device": q.device}
         self._sizes = {"q_len": q.shape[2], "kv_len": k.shape[2], **sizes}
@@ -125,41 +132,44 @@ class _FilledPlan(Plan):
         assert layout is not None
         assert kernel is not None
         assert geometry is not None
+        sizes = (self.q_len, self.kv_len, geometry.dims, geometry.which, layout.block_m, layout.block_n)
         with current_device(self.device):
-            fill = _start_fill(geometry, layout.block_m, layout.block_n, self.device)
+            fill = None if any(geometry.which) else start_fill(geometry.evaluated, *sizes, self.device, _ROOM)
             most = None if fill is None else fill.max_counts()
             if fill is None or most is None or most[1] * layout.block_m * _BITMAP_WORDS * 4 > _MOST_BYTES:
                 raise _not_recorded("too large for that")
             tiles = fill.write(*most, every_column=False)
         prepared = prepare_filled(tiles, (self.q_len, self.kv_len), layout.block_n, kernel, changing=True)
         assert isinstance(prepared.lists, FilledTileLists)
-        self._lists.append((tiles, prepared.lists))
-        self._fills.append(fill)
+        self._lists.append((fill, tiles, prepared.lists))
         return prepared
 
-    def fill(self, replacement: Mask) -> None:
-        """Fill all lists for the mask with another documents mask in it."""
+    def take(self, replacement: Mask) -> None:
+        """Take the mask with another documents mask in it."""
         geometry = MaskGeometry(self._with(replacement), **self._sizes)
         geometry.mask.check(self.q_len, self.kv_len)
-        record_streams(tensors_of(list(self._prepared.values())), self.device, self._streams)
-        self._fills = []
+        written = [tiles for _, tiles, _ in self._lists]
+        record_streams(tensors_of([written, *self._prepared.values()]), self.device, self._streams)
+        same_sizes = geometry.dims == (self.mask_batch, self.mask_heads) and not any(geometry.which)
+        refilled = [fill.refill(geometry.evaluated) for fill, _, _ in self._lists]
+        self._has_room = same_sizes and all(refilled)
+
+    def fill(self) -> None:
+        """Fill all lists for the mask that was taken."""
         with current_device(self.device):
-            for tiles, lists in self._lists:
-                same_sizes = geometry.dims == (self.mask_batch, self.mask_heads)
-                fill = _start_fill(geometry, lists.block_m, lists.block_n, self.device) if same_sizes else None
-                self._fills.append(fill)
-                if fill is not None:
-                    fill.write_again(tiles)
-                    lists.write_work_lists()
+            for fill, tiles, lists in self._lists:
+                fill.run_again(tiles)
+                lists.write_work_lists()
+        self._filled = len(self._lists)
 
     def holds_mask(self) -> bool:
-        """Whether the lists hold the mask of the last `fill`, whose counts are read once.
+        """Whether the lists hold the mask of the last replay, or of the recording.
 
-        False if the mask cannot be filled on the device, or if a key after the first unseen one is seen.
+        False if there is no room for its program, if a key after the first unseen one is seen, or if lists were made
+        after the recording had filled the others.
         """
-        counts = [None if fill is None else fill.counts() for fill in self._fills]
-        self._fills = []
-        return None not in counts
+        counts = [fill.counts() for fill, _, _ in self._lists]
+        return self._has_room and self._filled == len(self._lists) and None not in counts
 
 
 def _not_recorded(reason: str) -> UnsupportedError:
@@ -168,14 +178,6 @@ def _not_recorded(reason: str) -> UnsupportedError:
         f"{reason}",
         {},
     )
-
-
-def _start_fill(geometry: MaskGeometry, block_m: int, block_n: int, device: torch.device) -> TileFill | None:
-    """Tiles being counted; None for masks that are not filled, or that have several patterns."""
-    if geometry.which != [0] * len(geometry.which):
-        return None
-    lengths = geometry.q_len, geometry.kv_len
-    return start_fill(geometry.evaluated, *lengths, geometry.dims, geometry.which, block_m, block_n, device)
 
 
 @contextmanager

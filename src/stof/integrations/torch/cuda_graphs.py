@@ -88,7 +88,7 @@ class CudaGraphRunner:
     def call_with_mask(self, mask: Mask, **kwargs: Any) -> Any:
         """The result of `call(mask=mask, **kwargs)`, whose attention is under documents that differ from call to call.
 
-        Each replay fills the lists of the mask; see `replaced_masks`.
+        Each replay fills the lists of its mask; see `replaced_masks`.
         """
         return self._run(mask, (), kwargs)
 
@@ -113,7 +113,9 @@ class CudaGraphRunner:
                     return out
                 # The lists cannot hold this mask: the call runs unrecorded, under a plan of its mask.
             elif key in self._seen and (recorded := self._record(key, call, mask, args, kwargs)) is not None:
-                return recorded.replay(tensors)
+                out = recorded.replayed(mask, tensors)
+                if recorded.mask_is_filled():
+                    return out
         versions = self._weights.versions()
         out = call(*args, **kwargs)
         if key not in self._failed and versions == self._weights.versions() and not _records_gradients(out):
@@ -140,7 +142,7 @@ class CudaGraphRunner:
         try:
             changing = nullcontext() if mask is None else replacing(mask)
             with no_autocast_cache(), noting_masks() as masks, changing as replaced:
-                recorded = _Recorded(self._recorder(call, args, kwargs), masks, replaced)
+                recorded = _Recorded(self._recorder(_filling(replaced, call), args, kwargs), masks, replaced)
             if not recorded.mask_is_filled():
                 raise UnsupportedError("a key that no query sees comes before seen ones", {})
         except Exception as error:  # whatever a model does that cannot be captured: it synchronises, copies, ...
@@ -176,11 +178,23 @@ class _Recorded(NamedTuple):
         """The result with these tensors, under this mask where it is replaced."""
         if self.replaced is None or mask is None:
             return self.replay(tensors)
-        return self.replay(tensors, partial(self.replaced.fill, mask))
+        return self.replay(tensors, partial(self.replaced.take, mask))
 
     def mask_is_filled(self) -> bool:
         """Whether the last replay, or the recording, was under the mask that was given."""
         return self.replaced is None or self.replaced.holds_mask()
+
+
+def _filling(replaced: ReplacedMask | None, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, after the lists are filled for the mask that was taken."""
+    if replaced is None:
+        return call
+
+    def filled_call(*args: Any, **kwargs: Any) -> Any:
+        replaced.fill()
+        return call(*args, **kwargs)
+
+    return filled_call
 
 
 class CudaRecorder:

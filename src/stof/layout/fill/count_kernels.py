@@ -60,9 +60,9 @@ def state_pointers(state_ptr, blocks, patterns, columns, seen_words, slots):
     return count_ptr, unseen_ptr, done_ptr, seen_ptr, begin_ptr, code_ptr
 
 
-@triton.jit(do_not_specialize=["blocks", "patterns", "first_number", "first_start", "q_len", "kv_len"])
+@triton.jit(do_not_specialize=["blocks", "patterns", "first_number", "q_len", "kv_len"])
 @no_type_check
-def find_unseen_keys(state_ptr, blocks, patterns, first_number, first_start, q_len, kv_len):
+def find_unseen_keys(state_ptr, blocks, patterns, first_number, q_len, kv_len):
     """Find the keys that no query sees among some keys of a pattern, for masks with programs.
 
     Most keys are seen by one of three queries: the nearest one, where both sequences begin or where they end together,
@@ -75,7 +75,7 @@ def find_unseen_keys(state_ptr, blocks, patterns, first_number, first_start, q_l
     first_key = tl.program_id(0) % key_groups * CHUNK
     lane = tl.arange(0, CHUNK)
     key = first_key + lane
-    start = tl.load(state_ptr + first_start + pattern).to(tl.int64)
+    start = tl.load(state_ptr + first_number + pattern).to(tl.int64)
     unseen = key < kv_len
     words = tl.arange(0, CHUNK // 32)
     seen_words = words * 0
@@ -137,7 +137,6 @@ def count_tiles(
     columns,  # tiles of a row block, empty ones included
     patterns,
     first_number,
-    first_start,
     groups,  # of GROUP tiles in a row block
     seen_words,  # words of seen keys of a pattern: 0 for programs and layouts
     slots,  # of the table of bitmaps: 0 for lists
@@ -166,7 +165,7 @@ def count_tiles(
     first_column = pid % groups * GROUP
     q0 = block % row_blocks * block_m
     first_tile = block.to(tl.int64) * columns + first_column
-    start = start_of(state_ptr + first_start, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(state_ptr + first_number, block // row_blocks, stride_b, stride_h, mask_heads, SOURCE)
     partial_tiles = 0
     full_tiles = 0
     if SOURCE == PROGRAM:

@@ -75,27 +75,34 @@ class PinnedMailbox:
     Attributes:
         tensor: int32.
         numbers: the same memory as a ctypes array.
+        is_shared: whether later builds may have it.
     """
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, size: int, pinned: bool, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
         self.tensor = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.numbers = (ctypes.c_int32 * size).from_address(self.tensor.data_ptr())
 
     @staticmethod
-    def of(results: int, numbers: list[int], pinned: bool) -> PinnedMailbox:
-        """A mailbox with room for `results` numbers, 0 until a kernel writes them, followed by `numbers`."""
+    def of(results: int, numbers: list[int], pinned: bool, room: int = 0) -> PinnedMailbox:
+        """A mailbox that holds `results` zeros and `numbers`; with room for more numbers, it belongs to one build."""
         end = results + len(numbers)
-        if not pinned or end > _MAILBOX_SIZE:
-            mailbox = PinnedMailbox(end, pinned)
+        if room or not pinned or end > _MAILBOX_SIZE:
+            mailbox = PinnedMailbox(max(end, results + room), pinned)
         else:
             try:
                 mailbox = _free_mailboxes.pop()  # by one thread only
             except IndexError:
-                mailbox = PinnedMailbox(_MAILBOX_SIZE, pinned)
-        mailbox.numbers[:end] = [0] * results + numbers  # type: ignore[assignment]  # they become c_int32
-        _in_use.add(mailbox)
+                mailbox = PinnedMailbox(_MAILBOX_SIZE, pinned, is_shared=True)
+        mailbox.put(results, numbers)
         return mailbox
+
+    def put(self, results: int, numbers: list[int]) -> None:
+        """Write zeros for `results` numbers, which kernels write, followed by `numbers`."""
+        if self in _in_use and self.tensor.is_pinned():  # what kernels wrote last was not read: they may still run
+            torch.cuda.synchronize()
+        _in_use.add(self)
+        self.numbers[: results + len(numbers)] = [0] * results + numbers  # type: ignore[assignment]  # as c_int32
 
     def wait(self, count: int, device: torch.device) -> None:
         """Wait until kernels have written the first `count` numbers, none of them 0, or until they have ended."""
@@ -112,9 +119,41 @@ class PinnedMailbox:
         """The first numbers. The kernels have ended: the next build may have the mailbox."""
         results = self.numbers[:count]
         _in_use.discard(self)
-        if self.pinned and len(self.numbers) == _MAILBOX_SIZE:
+        if self.is_shared:
             _free_mailboxes.append(self)
         return results
+
+
+class Prepared(NamedTuple):
+    """Memory that kernels start from.
+
+    Attributes:
+        state: int32 on the device: zeros, then what may be anything, then the numbers of the programs.
+        mailbox: kernels write its first numbers, the results; those of the programs follow.
+        results: how many numbers the kernels write for the host.
+        zeros: how many numbers are 0 at first.
+        first: where the numbers of the programs begin in `state`.
+        room: how many of them there may be.
+        drawn, draws: numbers of the tables that are drawn, and how many tables there are.
+    """
+
+    state: Tensor
+    mailbox: PinnedMailbox
+    results: int
+    zeros: int
+    first: int
+    room: int
+    drawn: int
+    draws: int
+
+    def write(self) -> None:
+        """Write the state, from what the mailbox holds."""
+        from stof.layout.fill.tile_bits import prepare
+        from stof.runtime.launch import launch
+
+        sizes = (self.results, self.zeros, self.first, self.room, self.draws)
+        programs = -(-max(self.zeros, self.room, self.drawn) // _CLEARED)
+        launch(prepare, programs, (self.mailbox.tensor, self.state), sizes, (), device=self.state.device)
 
 
 class Source(NamedTuple):
@@ -148,30 +187,22 @@ class Source(NamedTuple):
         strides = (*(stride * 16 for stride in self.strides[:3]), 1)
         return self._replace(dense=self.dense.view(torch.uint8), kind=BYTES, strides=strides)
 
-    def prepared(self, zeros: int, rest: int, results: int, device: torch.device) -> tuple[Tensor, PinnedMailbox, int]:
+    def prepared(self, zeros: int, rest: int, results: int, device: torch.device, room: int = 0) -> Prepared:
         """What kernels start from, made without waiting for what the device does.
 
         Args:
             zeros, rest: numbers that are 0 at first, and numbers that may be anything.
             results: how many numbers the kernels write for the host.
             device: the current one.
-
-        Returns:
-            int32 on the device, zeros first; a mailbox in which kernels may write the first `results` numbers; and
-            where the numbers of the programs begin.
+            room: numbers of later programs that there is to be room for, if these draw nothing; 0 if there are none.
         """
-        from stof.layout.fill.tile_bits import prepare
-        from stof.runtime.launch import launch
-
-        numbers, _, draws, drawn = self.programs
-        first, count = zeros + rest + drawn, len(numbers)
-        state = torch.empty(first + count, dtype=torch.int32, device=device)
-        numbers = list(itertools.chain(numbers, *draws))
-        mailbox = PinnedMailbox.of(results, numbers, device.type == "cuda")
-        sizes = (results, zeros, first, count, len(draws))
-        programs = -(-max(zeros, count, drawn) // _CLEARED)
-        launch(prepare, programs, (mailbox.tensor, state), sizes, (), device=device)
-        return state, mailbox, first
+        numbers, draws, drawn = self.programs
+        first, most = zeros + rest + drawn, max(0 if draws else room, len(numbers))
+        state = torch.empty(first + most, dtype=torch.int32, device=device)
+        mailbox = PinnedMailbox.of(results, list(itertools.chain(numbers, *draws)), device.type == "cuda", room)
+        prepared = Prepared(state, mailbox, results, zeros, first, most, drawn, len(draws))
+        prepared.write()
+        return prepared
 
 
 def source_of(
@@ -189,7 +220,7 @@ def source_of(
     strides = keep.stride()
     if max(map(abs, strides)) >= 2**31:
         return None
-    heads, places = keep.shape[1], Programs(entries, 0, [], 0)
+    heads, places = keep.shape[1], Programs(entries, [], 0)
     aligned = not (kv_len % 16 or keep.data_ptr() % 16 or any(n % 16 for n in strides[:3]))
     if aligned and strides[3] == 1:
         strides = (*(n // 16 for n in strides[:3]), 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stof.layout.bitmaps import unpack
-from stof.layout.fill.mask_input import Source, on_device, source_of
+from stof.layout.fill.mask_input import Prepared, Source, on_device, source_of
 from stof.layout.head_mask import HeadMask
 from stof.masks import Mask
 
@@ -67,13 +67,13 @@ def device_counts(
 
     places = [patterns * blocks * _KINDS * 2 for blocks in row_blocks]
     counted = sum(places) + patterns * q_len
-    state, mailbox, first = source.prepared(counted, 0, 0, device)
+    prepared = source.prepared(counted, 0, 0, device)
     for n, height in enumerate(heights):
         # Every pass sees every score: the first counts those of rows.
         first_row = -1 if n else sum(places)
-        _launch(source, state, first, q_len, kv_len, height, (sum(places[:n]), first_row, -1))
-    counts = state[:counted].cpu()
-    mailbox.read(0)
+        _launch(source, prepared, q_len, kv_len, height, (sum(places[:n]), first_row, -1))
+    counts = prepared.state[:counted].cpu()
+    prepared.mailbox.read(0)
     *parts, kept = counts.split([*places, patterns * q_len])
     shaped = {
         height: part.view(patterns, blocks, _KINDS, 2)
@@ -103,24 +103,25 @@ def _columns(head_mask: HeadMask, height: int, *, device: torch.device) -> tuple
     if source is None:
         return None
     counted, words = row_blocks * _KINDS * 2, 2 * row_blocks * columns * (_COLUMNS // 32)
-    state, mailbox, first = source.prepared(counted + words, 0, 0, device)
-    _launch(source, state, first, q_len, kv_len, height, (0, -1, counted))
-    packed = state[counted : counted + words].view(2 * row_blocks, -1)
+    prepared = source.prepared(counted + words, 0, 0, device)
+    _launch(source, prepared, q_len, kv_len, height, (0, -1, counted))
+    packed = prepared.state[counted : counted + words].view(2 * row_blocks, -1)
     pieces = [unpack(piece, kv_len) for piece in packed.split(max(1, _UNPACKED // kv_len))]
     some, every = torch.cat(pieces).view(2, row_blocks, kv_len)
-    mailbox.wait(0, device)
-    mailbox.read(0)
+    prepared.mailbox.wait(0, device)
+    prepared.mailbox.read(0)
     return some, every
 
 
 def _launch(
-    source: Source, state: Tensor, first: int, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
+    source: Source, prepared: Prepared, q_len: int, kv_len: int, height: int, places: tuple[int, int, int]
 ) -> None:
-    """Count in row blocks of one height; `first` is of `Source.prepared`, `places` are numbers of `count_slabs`."""
+    """Count in row blocks of one height; `places` are numbers of `count_slabs`."""
     from stof.layout.fill.slab_kernel import count_slabs
     from stof.runtime.launch import launch
 
     row_blocks, columns = -(-q_len // height), -(-kv_len // _COLUMNS)
+    state = prepared.state
     tensors = (state if source.dense is None else source.dense, state)
     sizes = (
         *source.strides,
@@ -130,8 +131,7 @@ def _launch(
         row_blocks,
         columns,
         source.patterns,
-        first,
-        first + source.programs.first,
+        prepared.first,
     )
     constants = (source.kind, _COLUMNS, source.rows_at_once(_ROWS, _COLUMNS))
     programs = source.patterns * row_blocks * columns

@@ -31,7 +31,6 @@ def count_slabs(
     columns,  # thread blocks along the keys
     patterns,
     first_number,
-    first_start,
     first_count,
     first_row,  # place of kept scores of each row [P, q_len]; below 0 they are not counted
     first_word,  # place of bits of each column [2, P * R, 8 columns], some row keeps it and all do; below 0 not written
@@ -48,7 +47,7 @@ def count_slabs(
     pattern = block // row_blocks
     rows = tl.minimum(q_len - q0, height)
     numbers_ptr = counts_ptr + first_number
-    start = start_of(counts_ptr + first_start, pattern, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(counts_ptr + first_number, pattern, stride_b, stride_h, mask_heads, SOURCE)
     row_ptr = counts_ptr + first_row + pattern.to(tl.int64) * q_len + q0
     count_ptr = counts_ptr + first_count + block.to(tl.int64) * (KINDS * 2)
     if SOURCE == PROGRAM:

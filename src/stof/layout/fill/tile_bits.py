@@ -15,7 +15,7 @@ QUADS = tl.constexpr(input_forms.QUADS)
 # Integer arguments that kernels are not specialised for.
 SIZES = [
     "stride_b", "stride_h", "stride_q", "stride_k", "mask_heads", "q_len", "kv_len", "row_blocks", "columns",
-    "patterns", "first_number", "first_start",
+    "patterns", "first_number",
 ]  # fmt: skip
 # Numbers that one thread block of `prepare` sets to 0 or copies, and rows of blocks that it draws at once.
 _AT_ONCE = tl.constexpr(1024)

@@ -84,6 +84,7 @@ class TileFill:
         lengths: q_len and kv_len.
         block_m, block_n: sizes of tiles.
         device: where the lists are.
+        room: as for `Source.prepared`.
     """
 
     # Whether a `Layout` is written.
@@ -98,6 +99,7 @@ class TileFill:
         block_m: int,
         block_n: int,
         device: torch.device,
+        room: int = 0,
     ) -> None:
         self._source, self._which, self._sizes, self._device = source, which, sizes, device
         self._block_m, self._block_n = block_m, block_n
@@ -112,9 +114,9 @@ class TileFill:
         zeros = 7 * slots + 2 * self._blocks + patterns * (2 + seen_words) + 2
         rest = 2 * self._blocks + -(-tiles // 4) + (2 * tiles + slots if self._as_layout else 0)
         results = _RESULTS + (4 * patterns if self._as_layout else 0)
-        self._state, self._mailbox, first = source.prepared(zeros, rest, results, device)
-        numbers = (self._row_blocks, self._columns, patterns, first, first + source.programs.first)
-        self._sized = (source.heads, *lengths, *numbers)
+        self._room, self._prepared = room, source.prepared(zeros, rest, results, device, room)
+        self._state, self._mailbox = self._prepared.state, self._prepared.mailbox
+        self._sized = (source.heads, *lengths, self._row_blocks, self._columns, patterns, self._prepared.first)
         self._table = (seen_words, slots)
         self._count()
 
@@ -127,10 +129,10 @@ class TileFill:
         from stof.runtime.launch import launch
 
         source, group, device = self._source, self._counted_together, self._device
-        _, q_len, kv_len, _, _, _, *firsts = self._sized
+        _, q_len, kv_len, _, _, _, first = self._sized
         if self._is_program and not self._as_layout:
             programs = source.patterns * -(-kv_len // count_kernels.KEYS)
-            sizes = (self._blocks, source.patterns, *firsts, q_len, kv_len)
+            sizes = (self._blocks, source.patterns, first, q_len, kv_len)
             launch(
                 count_kernels.find_unseen_keys, programs, (self._state,), sizes, (), device=device, num_warps=SEARCHERS
             )
@@ -144,6 +146,35 @@ class TileFill:
             (*source.strides, *self._sized, groups, *self._table, self._block_m, self._block_n),
             (source.kind, *tile, group, self._as_layout), device=device,
         )  # fmt: skip
+
+    def refill(self, mask: Mask) -> bool:
+        """Take another mask of one pattern and these lengths for `run_again`, for a fill with `room`.
+
+        The counts of the last one must have been read: kernels have read its program by then.
+
+        Returns:
+            Whether there is room for its program. If not, the mask of before stays.
+        """
+        assert self._room, "other builds may have the mailbox"
+        _, q_len, kv_len, *_ = self._sized
+        source = _source_of(mask, q_len, kv_len, self._sizes[1], [0], self._device)
+        sources = (self._source,) if source is None else (self._source, source)
+        fits = source is not None and all(
+            one.kind == PROGRAM and one.patterns == 1 and not one.programs.draws for one in sources
+        )
+        numbers = sources[-1].programs.numbers
+        fits = fits and len(numbers) <= self._prepared.room
+        self._mailbox.put(self._prepared.results, numbers if fits else [])
+        return fits
+
+    def run_again(self, lists: FilledTiles) -> None:
+        """Count the tiles of the mask of the last `refill`, and write them into lists that this fill made.
+
+        As part of a CUDA graph, for the mask that `refill` has taken when it is replayed.
+        """
+        self._prepared.write()
+        self._count()
+        self._write_lists(lists)
 
     def counts(self) -> tuple[int, int] | None:
         """Wait for the numbers of tiles and of partial ones.
@@ -180,11 +211,10 @@ class TileFill:
         columns, tile_bitmap, bitmaps = self._empty(shapes)
         seen_words, _ = self._table
         lists = FilledTiles(*rows, columns, tile_bitmap, bitmaps, self._state, seen_words, tiles, self._row_blocks)
-        self.write_again(lists)
+        self._write_lists(lists)
         return lists
 
-    def write_again(self, lists: FilledTiles) -> None:
-        """Write into lists that another mask of one pattern, or this fill, made with room for the tiles."""
+    def _write_lists(self, lists: FilledTiles) -> None:
         rows = (lists.pattern_of, lists.row_block_ptr, lists.partial_count)
         # Tiles that are moved to the seen keys may begin at any column.
         self._write(
@@ -234,6 +264,7 @@ def start_fill(
     block_m: int,
     block_n: int,
     device: torch.device,
+    room: int = 0,
 ) -> TileFill | None:
     """Begin to fill the tiles of a mask; None where the kernels do not serve it.
 
@@ -243,6 +274,7 @@ def start_fill(
         which: the pattern of each batch entry and head, as `pattern_numbers` gives them.
         block_m, block_n: sizes of tiles, powers of two; `block_n` is 32, 64 or 128.
         device: where the lists are to be, and where the mask's tensors are.
+        room: as for `Source.prepared`.
     """
     if not which or block_n % 32:
         return None
@@ -250,13 +282,21 @@ def start_fill(
     if patterns * -(-q_len // block_m) * -(-kv_len // block_n) > _MOST_TILES:
         return None
     entries = [which.index(n) for n in range(patterns)]
-    source = source_of(mask, q_len, kv_len, mask_dims[1], entries, device)
-    if source is None or (source.kind == PROGRAM and _maps_ranges(source)):
+    source = _source_of(mask, q_len, kv_len, mask_dims[1], entries, device)
+    if source is None:
         return None
-    return TileFill(source, mask_dims, which, (q_len, kv_len), block_m, block_n, device)
+    return TileFill(source, mask_dims, which, (q_len, kv_len), block_m, block_n, device, room)
+
+
+def _source_of(
+    mask: Mask, q_len: int, kv_len: int, mask_heads: int, entries: list[int], device: torch.device
+) -> Source | None:
+    """As `source_of`, without masks that these kernels do not serve."""
+    source = source_of(mask, q_len, kv_len, mask_heads, entries, device)
+    return None if source is None or (source.kind == PROGRAM and _maps_ranges(source)) else source
 
 
 def _maps_ranges(source: Source) -> bool:
     """Whether programs begin by mapping positions: their keys are looked at in aligned words only."""
-    numbers, first = source.programs.numbers, source.programs.first
-    return numbers[numbers[first]] > 0 and numbers[numbers[first] + 1] >= Op.QUERY_IN_RANGES
+    numbers = source.programs.numbers
+    return numbers[numbers[0]] > 0 and numbers[numbers[0] + 1] >= Op.QUERY_IN_RANGES

@@ -48,7 +48,6 @@ def write_tiles(
     columns,
     patterns,
     first_number,
-    first_start,
     groups,
     seen_words,
     slots,
@@ -123,7 +122,7 @@ def write_tiles(
         tl.store(columns_ptr + tile.to(tl.int64)[:, None] * WIDTH + n, keys, mask=listed[:, None])
     tl.store(tile_bitmap_ptr + tile, bitmap, mask=listed)
 
-    start = start_of(state_ptr + first_start, pattern, stride_b, stride_h, mask_heads, SOURCE)
+    start = start_of(state_ptr + first_number, pattern, stride_b, stride_h, mask_heads, SOURCE)
     if SOURCE == PROGRAM:
         source_ptr = state_ptr + first_number
     q0 = block % row_blocks * BLOCK_M
