@@ -36,6 +36,9 @@ SHAPES = {  # batch, heads, kv_heads, q_len, kv_len
     "few keys": (1, 2, 2, 700, 3),
     "groups": (2, 8, 2, 640, 640),
     "many thread blocks": (1, 24, 24, 700, 700),
+    # A work item has all query heads of its key head.
+    "short items": (16, 9, 3, 300, 300),
+    "short items of one key head": (32, 5, 1, 150, 280),
 }
 BOTH = NeedsGrad()
 TEXTURES = ("full", "causal", "random", "sparse", "window", "per head", "empty blocks")
@@ -125,11 +128,14 @@ def test_nan_of_what_nothing_sees_does_not_spread(head_dim: int, queries: int, t
     assert_gradients(Gradients(*[x if x is None else x.cpu() for x in gradients]), call)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "blocks"), [(1, 2, 1, 132), (1, 2, 2, 132), (2, 6, 2, 16)])
 @pytest.mark.parametrize(("head_dim", "queries"), [(128, 64), (64, 128)])
-def test_global_tokens(head_dim: int, queries: int, kv_heads: int) -> None:
-    """Blocks of keys that all queries see are shared by several items."""
-    sizes = {"batch": 1, "heads": 2, "kv_heads": kv_heads, "q_len": 4100, "kv_len": 2050}
+def test_global_tokens(
+    head_dim: int, queries: int, batch: int, heads: int, kv_heads: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of keys that all queries see are several items; with few thread blocks, others have all query heads."""
+    monkeypatch.setattr("stof.kernels.hopper.backward.multiprocessors", lambda device: blocks)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": 4100, "kv_len": 2050}
     rows, columns = torch.arange(4100)[:, None], torch.arange(2050)
     keep = ((rows // 2 - columns).abs() < 50) | (columns % 1000 < 9) | (rows % 1700 < 5)
     inputs = make_inputs(**sizes, head_dim=head_dim, dtype=torch.bfloat16)

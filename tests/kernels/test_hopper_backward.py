@@ -20,6 +20,7 @@ from stof.kernels.hopper.backward_lists import (
     LAYOUTS,
     TILE,
     BackwardLists,
+    longest_item,
     make_backward_lists,
     most_sums,
     split_blocks,
@@ -29,7 +30,8 @@ from stof.layout import build_layout
 from stof.layout.orders.named import named_order
 from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
-from stof.selection.backward_tilings import BackwardTiling, one_pass_tilings
+from stof.selection.backward_tilings import BackwardTiling, one_pass_load, one_pass_tile, one_pass_tilings
+from stof.selection.device_model import load_model
 from stof.testing import make_inputs
 from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
@@ -192,25 +194,45 @@ def test_queries_that_all_keys_see_have_several_sums() -> None:
     assert int(of_first[:, TILE.rank].max()) < 16
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_blocks_of_keys_that_all_queries_see_are_shared(group: int) -> None:
-    """Items have all tiles, and add to dK and dV of a block in the order in which they are taken."""
+@pytest.mark.parametrize(("heads", "group"), [(8, 1), (8, 4), (48, 3)])
+def test_blocks_of_keys_that_all_queries_see_are_shared(heads: int, group: int) -> None:
+    """Items have all tiles of all heads, and add to dK and dV of a block in the order in which they are taken."""
     rows = torch.arange(4096)
     keep = ((rows[:, None] - rows).abs() < 100) | (rows % 2000 < 5)
     lists = lists_of(keep[None, None], 64)
     assert lists.counts is not None
-    items = split_blocks(lists, 8, group, 132)
+    items = split_blocks(lists, heads, group, 132)
     assert items is not None
     assert items[:, ITEM.row_block].tolist() == sorted(items[:, ITEM.row_block].tolist(), reverse=True)
+    slots = set()
     for block, tiles in enumerate(lists.counts.tolist()):
         of_block = items[items[:, ITEM.row_block] == block]
-        assert of_block[:, ITEM.part].tolist() == list(range(len(of_block)))
-        assert of_block[:, ITEM.parts].tolist() == [len(of_block)] * len(of_block)
-        assert (len(of_block) > 1) == (tiles > 40)
-    shared = items[(items[:, ITEM.parts] > 1) | (group > 1)]
-    slots = {int(item[ITEM.row_block]): int(item[ITEM.slot]) for item in shared}
-    assert sorted(slots.values()) == list(range(len(slots)))
+        assert of_block[:, ITEM.rank].tolist() == list(range(len(of_block)))
+        assert of_block[:, ITEM.adding].tolist() == [len(of_block)] * len(of_block)
+        parts = int(of_block[0, ITEM.parts])
+        covered = [
+            (head, part)
+            for _, _, first, count, _, _, part, _ in of_block.tolist()
+            for head in range(first, first + count)
+        ]
+        assert sorted(covered) == [(head, part) for head in range(group) for part in range(parts)]
+        assert (parts > 1) == (tiles > longest_item(lists.counts, heads, 132))
+        assert (len(of_block) > 1) == (parts > 1 or (group > 1 and heads == 8))
+        if len(of_block) > 1:
+            slots.add(int(of_block[0, ITEM.slot]))
+            assert len(of_block[:, ITEM.slot].unique()) == 1
+    assert slots == set(range(len(slots)))
     assert split_blocks(lists_of(torch.ones(1, 1, 4096, 4096, dtype=torch.bool), 64), 8, group, 132) is None
+
+
+def test_heads_of_a_key_head_with_other_masks_are_items_of_their_own() -> None:
+    rows = torch.arange(4096)
+    keep = ((rows[:, None] - rows).abs() < torch.tensor([50, 100])[:, None, None]) | (rows < 5)
+    lists = lists_of(keep[None], 64)
+    items = split_blocks(lists, 48, 2, 132)
+    assert items is not None
+    assert len(items) > 2 * lists.row_blocks
+    assert items[:, ITEM.heads].tolist() == [1] * len(items)
 
 
 def test_no_tile_of_a_causal_mask_is_before_the_diagonal() -> None:
@@ -371,6 +393,19 @@ def test_it_is_chosen_where_its_estimate_is_lower() -> None:
     for mask in (masks.full(), masks.causal(), masks.from_function(lambda b, h, q, kv: q >= kv).frozen()):
         assert [tiling.dkv_layout for tiling in tilings(mask)] == [(LAYOUTS[128], None)]
     assert tilings(masks.dilated_window(2047, dilation=16)) == ()
+
+
+@pytest.mark.parametrize(("mask", "cheaper"), [(masks.sliding_window(511), True), (masks.causal(), False)], ids=str)
+def test_estimates_of_query_heads_that_share_a_key_head(mask: masks.Mask, cheaper: bool) -> None:
+    """Short blocks of keys are one work item for all heads; others add to dK and dV in turn."""
+    tile, transposed = one_pass_tile(CALL), MaskGeometry(mask, 8192, 8192).transposed()
+    model, layout = load_model("NVIDIA H200"), LayoutConfig(tile.rows, tile.columns)
+    times, counts = model.backward[tile.key("dqkv", CALL)], transposed.survey((layout,), None).counts[layout]
+    grouped, separate = (
+        float(one_pass_load(tile, counts, replace(CALL, kv_heads=kv_heads), model, times) @ times.weights())
+        for kv_heads in (8, 32)
+    )
+    assert (grouped < separate) is cheaper
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stof.kernels.common import parts_of
 from stof.kernels.config import KernelConfig
+from stof.kernels.hopper.backward_lists import ITEM_COST, longest_group, longest_item
 from stof.kernels.hopper.backward_lists import LAYOUTS as HOPPER_LAYOUTS
-from stof.kernels.hopper.backward_lists import longest_item
 from stof.layout import LayoutConfig
 from stof.layout.survey import Survey, TileCounts
 from stof.selection.capabilities import CallSpec
@@ -239,10 +239,22 @@ def _best_variants(
 def one_pass_load(
     tile: BackwardTile, counts: TileCounts, call: CallSpec, model: DeviceModel, times: BackwardTimes
 ) -> Tensor:
-    """`critical_load` of Hopper's kernel for all gradients, which splits the row blocks that are longest."""
-    heads = call.batch * call.heads
-    split = longest_item((counts.partial + counts.full).amax(0), heads, model.multiprocessors)
-    return critical_load(tile, counts, split, *head_groups("dqkv", call), model, times)
+    """`critical_load` of Hopper's kernel for all gradients, which splits the row blocks that are longest.
+
+    Query heads that share a key head are work items of their own, or one item; masks that differ in them are not looked
+    at. Items of their own add to dK and dV one after another, which is estimated as `ITEM_COST` full tiles.
+    """
+    group = call.heads // call.kv_heads
+    tiles = (counts.partial + counts.full).double()
+    longest = longest_item(tiles.amax(0), call.batch * call.heads, model.multiprocessors)
+    parts = parts_of(tiles, longest)
+    most = longest_group(float(tiles.mean()), call.batch * call.kv_heads * tiles.shape[1], model.multiprocessors)
+    items = torch.where((parts == 1) & (tiles <= most), 1, parts * group)
+    adding = ITEM_COST * ((items > 1) & (parts == 1)).double()
+    kinds = torch.ones_like(tiles), group * counts.partial / items, group * counts.full / items + adding, parts > 1
+    loads = torch.stack([kind.double().flatten() for kind in kinds], 1)
+    copies = items.flatten().double() * (call.batch * call.kv_heads / len(tiles))
+    return last_slot(loads, loads @ times.weights(), copies, model.multiprocessors * tile.occupancy)
 
 
 def critical_load(

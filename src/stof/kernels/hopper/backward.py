@@ -139,8 +139,10 @@ class _Kernels:
         processors = multiprocessors(device)
         split = split_blocks(lists, batch * heads, heads // kv_heads, processors)
         items, slots = lists.row_blocks, lists.row_blocks if heads > kv_heads else 0
+        items_of_head = items
         if split is not None:
             items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
+            items_of_head = int(split[:, ITEM.heads].sum()) * kv_heads // heads
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
         self.counters = 2 + batch * heads * (lists.sums + 1) + 2 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
@@ -159,7 +161,7 @@ class _Kernels:
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
         self.convert = launch(
             convert_dq_kernel, min(blocks, _CONVERTERS * processors), (lists.sum_ptr, lists.pattern_of),
-            (gradients.q, *sizes, batch * heads, 2 * items, lists.sums, *mask_strides, float(options.scale)),
+            (gradients.q, *sizes, batch * heads, 2 * items_of_head, lists.sums, *mask_strides, float(options.scale)),
             (queries, head_dim, width, pdl),
         )  # fmt: skip
         patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks

@@ -21,7 +21,7 @@ from stof.kernels.hopper.backward_intrinsics import (
     wait_stores_and_count,
     wait_stores_read,
 )
-from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, TILE
+from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, ITEM_COST, KEYS_OF_BLOCK, SHORT_BLOCK, TILE
 from stof.kernels.hopper.intrinsics import async_load, async_store, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import fetch_next
 
@@ -31,11 +31,12 @@ STAGES = gl.constexpr(2)
 # Triton's cache keys hold constants of a module that are named, not fields of an object.
 Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
-ROW_BLOCK, PART, PARTS, SLOT = (gl.constexpr(field) for field in ITEM)
+ROW_BLOCK, SLOT, HEAD, HEADS, RANK_OF_ITEM, ADDING, PART, PARTS = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
 # What is added to a work item in shared memory, and how many items there is room for, 32 fields each.
 BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
+_SHORT_BLOCK, _ITEM_COST = gl.constexpr(SHORT_BLOCK), gl.constexpr(ITEM_COST)
 # Named barriers; Triton uses the first few of the sixteen itself. `Q_EMPTY` has one for each stage, `DQ_FULL` one for
 # each half of each stage.
 DS_FULL, Q_EMPTY, DQ_FULL = gl.constexpr(8), gl.constexpr(9), gl.constexpr(11)
@@ -83,6 +84,87 @@ def _send_item(args, index, field):
 
 @gluon.jit
 @no_type_check
+def _longest(args):
+    """Return the most tiles of a block of keys."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    longest = gl.zeros([128], gl.int32, layout)
+    for first in range(0, args.patterns * args.row_blocks, 128):
+        number = first + gl.arange(0, 128, layout=layout)
+        exists = number < args.patterns * args.row_blocks
+        begin = gl.load(args.row_block_ptr + number, exists, other=0)
+        longest = gl.maximum(longest, gl.load(args.row_block_ptr + number + 1, exists, other=0) - begin)
+    return gl.max(longest, 0)
+
+
+@gluon.jit
+@no_type_check
+def _schedule(args):
+    """Return how many query heads a ticket's head stands for, and around how many such heads tickets go.
+
+    Tickets are those of key heads if these have a list of items, or if all items have all of a key head's query heads.
+    """
+    programs = gl.num_programs(0)
+    group = args.heads_per_group
+    total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
+    mean_tiles = total_tiles // (args.patterns * args.row_blocks)
+    key_blocks = args.all_heads // group * args.row_blocks
+    # As `longest_group`.
+    is_short = (mean_tiles <= _SHORT_BLOCK) & (mean_tiles * programs <= _ITEM_COST * key_blocks)
+    heads_of_ticket = 1
+    if args.is_split > 0:
+        heads_of_ticket = group
+    elif (group > 1) & (args.mask_h == 0) & is_short:
+        over_mean = 3 * total_tiles // (args.patterns * args.row_blocks)
+        if _longest(args) <= gl.maximum(over_mean, mean_tiles * key_blocks // (4 * programs)):
+            heads_of_ticket = group
+    # Where there are enough heads, no more thread blocks work on one of them than a block of keys has tiles on average:
+    # so they seldom wait for the same sum of dQ. No more heads than that: they share the L2 cache.
+    heads_at_once = (programs * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
+    if (args.is_split > 0) & (not is_short):
+        heads_at_once = (heads_at_once + group - 1) // group
+    return heads_of_ticket, gl.minimum(heads_at_once, args.all_heads // heads_of_ticket)
+
+
+@gluon.jit
+@no_type_check
+def _item(args, ticket, heads_of_ticket, heads_at_once):
+    """Return the work item of a ticket.
+
+    That is: row block, slot, first query head of all batch entries, heads, rank, how many items add, begin and end of
+    its tiles.
+    """
+    first_head = ticket // (heads_at_once * args.items) * heads_at_once
+    at_once = gl.minimum(heads_at_once, args.all_heads // heads_of_ticket - first_head)
+    place = ticket - first_head * args.items
+    ticket_head = first_head + place % at_once
+    adding = args.heads_per_group // heads_of_ticket
+    row_block = args.items - 1 - place // at_once
+    slot = row_block
+    head = 0
+    heads = heads_of_ticket
+    rank = ticket_head % adding
+    part = 0
+    parts = 1
+    if args.is_split > 0:
+        item_ptr = args.items_ptr + place // at_once * ITEM_SIZE
+        row_block = gl.load(item_ptr + ROW_BLOCK)
+        slot = gl.load(item_ptr + SLOT)
+        head = gl.load(item_ptr + HEAD)
+        heads = gl.load(item_ptr + HEADS)
+        rank = gl.load(item_ptr + RANK_OF_ITEM)
+        adding = gl.load(item_ptr + ADDING)
+        part = gl.load(item_ptr + PART)
+        parts = gl.load(item_ptr + PARTS)
+    bh = ticket_head * heads_of_ticket + head
+    pattern = gl.load(args.pattern_of_ptr + bh // args.heads * args.mask_b + bh % args.heads * args.mask_h)
+    number = pattern * args.row_blocks + row_block
+    first = gl.load(args.row_block_ptr + number)
+    tiles = gl.load(args.row_block_ptr + number + 1) - first
+    return row_block, slot, bh, heads, rank, adding, first + tiles * part // parts, first + tiles * (part + 1) // parts
+
+
+@gluon.jit
+@no_type_check
 def producer(args, config: gl.constexpr):
     """Take work items; copy K and V of each, and Q, dO and the statistics of each tile's queries."""
     D: gl.constexpr = config.width
@@ -91,66 +173,46 @@ def producer(args, config: gl.constexpr):
     rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
     keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
     lane = lane_number()
-    count = args.all_heads * args.items
-    # Tickets go around `heads_at_once` heads, in whole groups. Where there are enough heads, no more thread blocks work
-    # on one of them than a block of keys has tiles on average: so they seldom wait for the same sum of dQ.
-    total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
-    heads_at_once = (gl.num_programs(0) * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
-    group = args.heads_per_group
-    heads_at_once = gl.minimum((heads_at_once + group - 1) // group * group, args.all_heads)
+    heads_of_ticket, heads_at_once = _schedule(args)
+    count = args.all_heads // heads_of_ticket * args.items
     # A ticket, because the hardware does not promise to start thread blocks in order.
     ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
     index = 0
     stage = 0
     kv_phase = 1
     while ticket < count:
-        first_head = ticket // (heads_at_once * args.items) * heads_at_once
-        heads = gl.minimum(heads_at_once, args.all_heads - first_head)
-        place = ticket - first_head * args.items
-        row_block = args.items - 1 - place // heads
-        part = 0
-        parts = 1
-        slot = row_block
-        if args.is_split > 0:
-            item_ptr = args.items_ptr + place // heads * ITEM_SIZE
-            row_block = gl.load(item_ptr + ROW_BLOCK)
-            part = gl.load(item_ptr + PART)
-            parts = gl.load(item_ptr + PARTS)
-            slot = gl.load(item_ptr + SLOT)
-        bh = first_head + place % heads
-        b = bh // args.heads
-        head = bh % args.heads
-        number = gl.load(args.pattern_of_ptr + b * args.mask_b + head * args.mask_h) * args.row_blocks + row_block
-        first = gl.load(args.row_block_ptr + number)
-        tiles = gl.load(args.row_block_ptr + number + 1) - first
-        begin = first + tiles * part // parts
-        end = first + tiles * (part + 1) // parts
+        row_block, slot, bh, heads, rank, adding, begin, end = _item(args, ticket, heads_of_ticket, heads_at_once)
         mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
         field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, gl.where(lane == BATCH_HEAD, bh, row_block)))
-        field = gl.where(lane == PART, part, gl.where(lane == PARTS, parts, gl.where(lane == SLOT, slot, field)))
+        field = gl.where(lane == HEADS, heads, gl.where(lane == SLOT, slot, field))
+        field = gl.where(lane == ADDING, adding, gl.where(lane == RANK_OF_ITEM, rank, field))
         _send_item(args, index, field)
-        for tile in range(begin, end):
-            q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
-            wait_named(Q_EMPTY + stage, WITH_PRODUCER)
-            full = args.q_full.index(stage)
-            mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
-            q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
-            d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
-            async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
-            async_load(args.stats_desc, [bh * args.q_blocks + q_block, 0], full, args.stats_smem.index(stage))
-            async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
-            if tile == begin:  # after Q and dO, because K and V of the previous item are in use until its last tile
-                kv_head = head // args.heads_per_group
-                k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                mbarrier.wait(args.v_empty, kv_phase)
-                # Only now: while copies of the previous item are in flight, `expect` would add to their phase.
-                mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
-                async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
-                mbarrier.wait(args.k_empty, kv_phase)
-                async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
-                kv_phase = kv_phase ^ 1
-            stage = stage ^ 1
+        b = bh // args.heads
+        for head in range(bh % args.heads, bh % args.heads + heads):
+            for tile in range(begin, end):
+                q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
+                wait_named(Q_EMPTY + stage, WITH_PRODUCER)
+                full = args.q_full.index(stage)
+                mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
+                q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+                d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+                stats_row = (b * args.heads + head) * args.q_blocks + q_block
+                async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
+                async_load(args.stats_desc, [stats_row, 0], full, args.stats_smem.index(stage))
+                async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
+                if (tile == begin) & (head == bh % args.heads):
+                    # After Q and dO, because K and V of the previous item are in use until its last tile.
+                    kv_head = head // args.heads_per_group
+                    k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                    v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                    mbarrier.wait(args.v_empty, kv_phase)
+                    # Only now: while copies of the previous item are in flight, `expect` would add to their phase.
+                    mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
+                    async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
+                    mbarrier.wait(args.k_empty, kv_phase)
+                    async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
+                    kv_phase = kv_phase ^ 1
+                stage = stage ^ 1
         ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
         index += 1
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
@@ -162,44 +224,53 @@ def producer(args, config: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _add_dq(args, bh, begin, end, first_stage, STAGE: gl.constexpr):
+    """Add dQ of a head's tiles that are in one stage; the first tile is in `first_stage`."""
+    first_sum = bh * args.sums
+    first = begin + (first_stage ^ STAGE)
+    rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
+    place = first_sum + gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
+    seen = 0
+    for tile in range(first, end, 2):
+        # The next tile's fields; past the last tile, those of any tile.
+        next_ptr = args.tiles_ptr + (tile + 2) * TILE_SIZE
+        next_rank = gl.load(next_ptr + RANK)
+        next_place = first_sum + gl.load(next_ptr + SUM)
+        counter_ptr = args.dq_counters_ptr + place
+        row = place * (2 * DQ_ROWS)
+        if seen < rank:
+            wait_count(counter_ptr, rank)
+        fence_async()
+        for g in gl.static_range(2):
+            wait_named(DQ_FULL + STAGE * 2 + g, WITH_ACCUMULATOR)
+            at = [row + g * DQ_ROWS, 0]
+            if rank == 0:
+                async_store(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
+            else:
+                async_add(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
+        wait_stores_read()
+        mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
+        # Read while the stores are under way.
+        seen = read_count(args.dq_counters_ptr + next_place)
+        wait_stores_and_count(counter_ptr)
+        rank = next_rank
+        place = next_place
+
+
+@gluon.jit
+@no_type_check
 def accumulator(args, STAGE: gl.constexpr):
     """Add dQ of the tiles of one stage to memory, each when all contributions of lower rank to its sum are complete."""
     index = 0
     first_stage = 0  # of an item's first tile
     begin, end = wait_item(args, 0, 1)
     while begin >= 0:
-        bh = item_field(args, index, BATCH_HEAD, 1)
-        first_sum = bh * args.sums
+        first_head = item_field(args, index, BATCH_HEAD, 1)
+        heads = item_field(args, index, HEADS, 1)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
-        first = begin + (first_stage ^ STAGE)
-        rank = gl.load(args.tiles_ptr + first * TILE_SIZE + RANK)
-        place = first_sum + gl.load(args.tiles_ptr + first * TILE_SIZE + SUM)
-        seen = 0
-        for tile in range(first, end, 2):
-            # The next tile's fields; past the last tile, those of any tile.
-            next_ptr = args.tiles_ptr + (tile + 2) * TILE_SIZE
-            next_rank = gl.load(next_ptr + RANK)
-            next_place = first_sum + gl.load(next_ptr + SUM)
-            counter_ptr = args.dq_counters_ptr + place
-            row = place * (2 * DQ_ROWS)
-            if seen < rank:
-                wait_count(counter_ptr, rank)
-            fence_async()
-            for g in gl.static_range(2):
-                wait_named(DQ_FULL + STAGE * 2 + g, WITH_ACCUMULATOR)
-                at = [row + g * DQ_ROWS, 0]
-                if rank == 0:
-                    async_store(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
-                else:
-                    async_add(args.dq_desc, at, args.dq_smem.index(STAGE * 2 + g))
-            wait_stores_read()
-            mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
-            # Read while the stores are under way.
-            seen = read_count(args.dq_counters_ptr + next_place)
-            wait_stores_and_count(counter_ptr)
-            rank = next_rank
-            place = next_place
-        wait_stores_and_count(args.head_counters_ptr + bh)  # of an item without tiles, too
-        first_stage = first_stage ^ ((end - begin) & 1)
+        for bh in range(first_head, first_head + heads):
+            _add_dq(args, bh, begin, end, first_stage, STAGE)
+            wait_stores_and_count(args.head_counters_ptr + bh)  # of an item without tiles, too
+            first_stage = first_stage ^ ((end - begin) & 1)
         index += 1
         begin, end = wait_item(args, index, 1)

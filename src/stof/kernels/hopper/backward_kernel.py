@@ -15,9 +15,9 @@ dQ needs all 128 keys: both warpgroups write dS to shared memory, and each compu
 at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, in turn: a thread block's tiles alternate
 between two stages, through all of its items, and each warp has a stage.
 
-Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles. Items that share
-keys, because query heads share a key head or because the block is split, add their dK and dV to float32 sums one after
-another; the last one stores the result.
+Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles, or all query heads
+of the key head one after another. Items that share keys, because query heads share a key head or because the block is
+split, add their dK and dV to float32 sums one after another; the last one stores the result.
 
 Equal calls give equal bits, because contributions to a sum are added in a fixed order: those to dQ come from tiles,
 those to dK and dV from items. Each sum has a counter of the contributions that are complete. The rank of a contribution
@@ -67,6 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stof.kernels.hopper.backward_copies import (
+    ADDING,
     BATCH_HEAD,
     BITMAP,
     CONSUMERS,
@@ -74,11 +75,11 @@ from stof.kernels.hopper.backward_copies import (
     DQ_FULL,
     DQ_ROWS,
     DS_FULL,
+    HEADS,
     ITEM_STAGES,
     KEYS,
-    PART,
-    PARTS,
     Q_EMPTY,
+    RANK_OF_ITEM,
     ROW_BLOCK,
     SLOT,
     STAGES,
@@ -240,16 +241,19 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
             # The next tile's bitmap is loaded before dQ of this tile is issued; its row in `bitmaps`, a tile earlier.
             bitmap = first_bitmap
             words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-            next_bitmap = gl.load(args.tiles_ptr + (begin + 1) * TILE_SIZE + BITMAP)
+            next_tile = gl.where(begin + 1 < end, begin + 1, begin)
+            next_bitmap = gl.load(args.tiles_ptr + next_tile * TILE_SIZE + BITMAP)
             mbarrier.wait(args.kv_full, kv_phase)
             mbarrier.wait(args.q_full.index(stage), phase)
             s = _issue_product(args.k_smem, args.q_smem.index(stage), GROUP, config)
             s = warpgroup_mma_wait(0, deps=(s,))
-            for tile in range(begin + 1, end):
+            # All heads of an item have the same tiles.
+            for _ in range(1, (end - begin) * item_field(args, index, HEADS, 4)):
                 dk, dv = _score_gradients(args, s, dk, dv, stage, words, bitmap, GROUP, config)
                 bitmap = next_bitmap
                 words = gl.load(words_ptr + gl.maximum(bitmap, 0) * (KEYS * 4))
-                next_bitmap = gl.load(args.tiles_ptr + (tile + 1) * TILE_SIZE + BITMAP)
+                next_tile = gl.where(next_tile + 1 < end, next_tile + 1, begin)
+                next_bitmap = gl.load(args.tiles_ptr + next_tile * TILE_SIZE + BITMAP)
                 dq = _issue_dq(args, stage, GROUP, config)
                 mbarrier.wait(args.q_full.index(stage ^ 1), phase ^ stage)
                 s = _issue_product(args.k_smem, args.q_smem.index(stage ^ 1), GROUP, config)
@@ -287,8 +291,8 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
     row_block = item_field(args, index, ROW_BLOCK, 4)
     bh = item_field(args, index, BATCH_HEAD, 4)
     batch_kv_head = bh // args.heads_per_group
-    adding = args.heads_per_group * item_field(args, index, PARTS, 4)
-    rank = args.heads_per_group * item_field(args, index, PART, 4) + bh % args.heads_per_group
+    adding = item_field(args, index, ADDING, 4)
+    rank = item_field(args, index, RANK_OF_ITEM, 4)
     key = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     if adding > 1:
@@ -334,12 +338,12 @@ def backward_kernel(
     counters_ptr,  # [2 + B * H * (sums + 1) + 2 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
     #                that were taken; additions to each sum of dQ; of each head, accumulator warps that ended an item;
     #                additions to sums of dK and dV by each warpgroup
-    items_ptr,  # int32 [items, 4], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
+    items_ptr,  # int32 [items, 8], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
     tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,
-    items,  # of a head
+    items,  # of a key head with `is_split`, else of a head
     is_split,
     slots,  # of a key head
     row_blocks,

@@ -42,24 +42,36 @@ TILE = TileFields()
 
 
 class ItemFields(NamedTuple):
-    """Where a work item of a head holds what. Several items may share a block of keys.
+    """Where a work item of a key head holds what. Several items may share a block of keys.
 
     Attributes:
         row_block: its block of keys.
-        part, parts: it has part `part` of `parts` of the block's tiles.
         slot: which sum of dK and dV it is added to, if several items share the block.
+        head, heads: its first query head among those of the key head, and how many it goes through.
+        rank, adding: how many items of the block add to dK and dV before it, and in all.
+        part, parts: it has part `part` of `parts` of the block's tiles.
     """
 
     row_block: int = 0
-    part: int = 1
-    parts: int = 2
-    slot: int = 3
+    slot: int = 1
+    head: int = 2
+    heads: int = 3
+    rank: int = 4
+    adding: int = 5
+    part: int = 6
+    parts: int = 7
 
 
 ITEM = ItemFields()
-# A block of keys is split above the largest of: so many times the mean number of tiles, this share of the tiles that a
-# thread block has in all, and `FEWEST_TILES`.
+# A work item has at most so many times the mean number of tiles of a block of keys, this share of the tiles that a
+# thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are split.
 _LONGEST_OVER_MEAN, _LONGEST_SHARE = 3, 1 / 4
+# A work item has all query heads of its key head, and adds to dK and dV once, if blocks of keys have at most
+# `SHORT_BLOCK` tiles in the mean. With 32 / 8 heads of 128 and 8192 tokens, window 512, mean 10, takes 444 us then, not
+# 774; window 1024, mean 18, 749, not 964. With longer blocks, heads that are far apart fill the L2 cache: 4 x 4096
+# tokens, causal, mean 33, take 3420 us then, not 2836. Blocks of keys are to be many, too: thread blocks end up to an
+# item apart, and an item costs about `ITEM_COST` tiles beside its own.
+SHORT_BLOCK, ITEM_COST = 24, 6
 # So many tiles at most add to a sum of dQ, times the mean number of tiles of a block of queries in its pattern; or
 # `FEWEST_TILES`, if that is more.
 MOST_OVER_MEAN = 2
@@ -121,8 +133,23 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
     return math.ceil(max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * of_thread_block, FEWEST_TILES))
 
 
+def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
+    """Return the most tiles of a block of keys whose query heads are one work item; 0 for none.
+
+    The kernel computes the same for lists whose items are not made on the host.
+
+    Args:
+        mean: tiles of a block of keys in the mean.
+        key_blocks: batch entries times key heads times blocks of keys.
+        blocks: thread blocks that run at once.
+    """
+    if mean > SHORT_BLOCK or mean * blocks > ITEM_COST * key_blocks:
+        return 0
+    return max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * mean * key_blocks / blocks)
+
+
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
-    """Return the work items of a head if blocks of keys are to be shared, so that no thread block ends late.
+    """Return the work items of a key head if they differ in heads or parts, so that no thread block ends late.
 
     Args:
         lists: the lists of the mask.
@@ -131,17 +158,27 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
         blocks: thread blocks that run at once.
 
     Returns:
-        int32 `[items, 4]` on the CPU, in the order in which they are taken, fields as `ItemFields`; None if each item
-        is a block of keys.
+        int32 `[items, 8]` on the CPU, in the order in which they are taken, fields as `ItemFields`; None if each item
+        is a block of keys, with one query head or all of a key head.
     """
     if lists.counts is None:
         return None
     parts = parts_of(lists.counts, longest_item(lists.counts, heads, blocks))
-    if int(parts.max()) == 1:
+    longest = 0.0
+    if group > 1 and lists.pattern_of.shape[1] == 1:
+        mean = float(lists.counts.double().mean())
+        longest = longest_group(mean, heads // group * len(lists.counts), blocks)
+    if int(parts.max()) == 1 and (not longest or int(lists.counts.max()) <= longest):
         return None
-    slot = ((parts > 1) | (group > 1)).cumsum(0) - 1
-    blocks_of_keys = reversed(list(enumerate(zip(parts.tolist(), slot.tolist(), strict=True))))
-    items = [(row_block, part, count, at) for row_block, (count, at) in blocks_of_keys for part in range(count)]
+    items, slots = [], 0
+    for row_block in reversed(range(len(parts))):
+        tiles, of_block = int(lists.counts[row_block]), int(parts[row_block])
+        at_once = group if tiles <= longest and of_block == 1 else 1
+        adding = of_block * group // at_once
+        for rank in range(adding):
+            part, head = divmod(rank, group // at_once)
+            items.append((row_block, slots, head * at_once, at_once, rank, adding, part, of_block))
+        slots += int(adding > 1)
     return torch.tensor(items, dtype=torch.int32)
 
 
