@@ -39,7 +39,7 @@ _LOCAL = threading.local()
 
 
 class ReplacedMask:
-    """The plans of the calls within `replacing`, under a mask that holds `mask`."""
+    """The plans of the calls within `replacing`, under a mask that contains `mask`."""
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
@@ -68,18 +68,22 @@ class ReplacedMask:
         return plan
 
     def take(self, mask: Mask) -> None:
-        """Take another mask for the next replay. What waits for that is `holds_mask`, of the replay before."""
+        """Take another mask for the next replay.
+
+        To be called after `holds_mask` of the previous replay, which waits until the device has read the old program.
+        """
         for plan in self._plans.values():
             plan.take(mask)
 
     def fill(self) -> None:
-        """Fill the lists of all plans for the mask that was taken: as part of a CUDA graph, in each replay."""
+        """Fill the lists of all plans for the mask that was taken. Recorded, this is repeated in each replay."""
         for plan in self._plans.values():
             plan.fill()
 
     def holds_mask(self) -> bool:
         """Whether the lists hold the mask of the last replay, or recording; waits for the device to count its tiles."""
-        # Of all plans, so that no count is left unread. Without plans, nothing is known to depend on the mask.
+        # Of all plans: where counts were not read, the next `take` waits for the device. Without plans, nothing is
+        # known to depend on the mask.
         return bool(self._plans) and False not in [plan.holds_mask() for plan in self._plans.values()]
 
 
@@ -95,7 +99,7 @@ class _FilledPlan(Plan):
         """
         self._parts, self._place = parts, place
         self._lists: list[tuple[TileFill, FilledTiles, FilledTileLists]] = []
-        self._has_room = True  # for the mask that was taken last
+        self._has_room = True  # and sizes that fit, for the mask that was taken last
         self._filled = 0  # how many of the lists the recording fills
         self._streams: set[int] = set()
         sizes: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "device": q.device}
@@ -165,8 +169,8 @@ class _FilledPlan(Plan):
     def holds_mask(self) -> bool:
         """Whether the lists hold the mask of the last replay, or of the recording.
 
-        False if there is no room for its program, if a key after the first unseen one is seen, or if lists were made
-        after the recording had filled the others.
+        False if there is no room for its program or its tiles, if its size differs or heads have different masks, if a
+        key after the first unseen one is seen, or if lists were made after the recording had filled the others.
         """
         counts = [fill.counts() for fill, _, _ in self._lists]
         return self._has_room and self._filled == len(self._lists) and None not in counts

@@ -33,7 +33,8 @@ Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
 ROW_BLOCK, SLOT, HEAD, HEADS, RANK_OF_ITEM, ADDING, PART, PARTS = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
-# What is added to a work item in shared memory, and how many items there is room for, 32 fields each.
+# What is added to a work item in shared memory, where `HEAD`, `PART` and `PARTS` are not set, and how many items there
+# is room for, 32 fields each.
 BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
 _SHORT_BLOCK, _ITEM_COST = gl.constexpr(SHORT_BLOCK), gl.constexpr(ITEM_COST)
@@ -50,16 +51,15 @@ BackwardArgs = namedtuple(
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr ticket_ptr dq_counters_ptr "
     "head_counters_ptr kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem "
     "v_smem d_out_smem stats_smem ds_smem dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full "
-    "dq_empty items is_split slots "
-    "row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums kv_len stride_dk stride_dv scale "
-    "score_scale softcap",
+    "dq_empty items has_items slots row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums "
+    "kv_len stride_dk stride_dv scale score_scale softcap",
 )
 
 
 @gluon.jit
 @no_type_check
 def item_field(args, index, field: gl.constexpr, WARPS: gl.constexpr):
-    """Return a field of the work item of a number; the caller has waited for it."""
+    """Return a field of the thread block's work item `index`; the caller has waited for it."""
     fields = reinterpret(args.items_smem, gl.int32, [ITEM_STAGES * 32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     everyone: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(fields.index((index % ITEM_STAGES) * 32 + field).load(everyone), 0)
@@ -68,7 +68,10 @@ def item_field(args, index, field: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def wait_item(args, index, WARPS: gl.constexpr):
-    """Wait for the work item of a number; return its tiles, `(begin, end)`; `begin` is below 0 after the last item."""
+    """Wait for the thread block's work item `index`; return its tiles, `(begin, end)`.
+
+    `begin` is below 0 after the last item.
+    """
     mbarrier.wait(args.item_full.index(index % ITEM_STAGES), (index // ITEM_STAGES) & 1)
     return item_field(args, index, BEGIN, WARPS), item_field(args, index, END, WARPS)
 
@@ -99,28 +102,29 @@ def _longest(args):
 @gluon.jit
 @no_type_check
 def _schedule(args):
-    """Return how many query heads a ticket's head stands for, and around how many such heads tickets go.
+    """Return the query heads of a ticket head, and the number of ticket heads that successive tickets go around.
 
-    Tickets are those of key heads if these have a list of items, or if all items have all of a key head's query heads.
+    A ticket head is a key head if `items_ptr` has its items, or if each item has all query heads; else a query head.
     """
     programs = gl.num_programs(0)
     group = args.heads_per_group
     total_tiles = gl.maximum(gl.load(args.row_block_ptr + args.patterns * args.row_blocks), 1)
     mean_tiles = total_tiles // (args.patterns * args.row_blocks)
     key_blocks = args.all_heads // group * args.row_blocks
-    # As `longest_group`.
+    # As `longest_group`, in integers, and with the mean of all patterns.
     is_short = (mean_tiles <= _SHORT_BLOCK) & (mean_tiles * programs <= _ITEM_COST * key_blocks)
     heads_of_ticket = 1
-    if args.is_split > 0:
+    if args.has_items > 0:
         heads_of_ticket = group
     elif (group > 1) & (args.mask_h == 0) & is_short:
         over_mean = 3 * total_tiles // (args.patterns * args.row_blocks)
         if _longest(args) <= gl.maximum(over_mean, mean_tiles * key_blocks // (4 * programs)):
             heads_of_ticket = group
-    # Where there are enough heads, no more thread blocks work on one of them than a block of keys has tiles on average:
-    # so they seldom wait for the same sum of dQ. No more heads than that: they share the L2 cache.
+    # Where there are enough ticket heads, no more thread blocks work on one of them than a block of keys has tiles in
+    # the mean: so they seldom wait for the same sum of dQ. No more heads than that: they share the L2 cache.
     heads_at_once = (programs * args.patterns * args.row_blocks + total_tiles - 1) // total_tiles
-    if (args.is_split > 0) & (not is_short):
+    if (args.has_items > 0) & ((args.mask_h > 0) | (not is_short)):
+        # Each item has one query head.
         heads_at_once = (heads_at_once + group - 1) // group
     return heads_of_ticket, gl.minimum(heads_at_once, args.all_heads // heads_of_ticket)
 
@@ -130,8 +134,8 @@ def _schedule(args):
 def _item(args, ticket, heads_of_ticket, heads_at_once):
     """Return the work item of a ticket.
 
-    That is: row block, slot, first query head of all batch entries, heads, rank, how many items add, begin and end of
-    its tiles.
+    That is: row block, slot, first query head (counted over the batch), number of heads, rank, how many items add,
+    begin and end of its tiles.
     """
     first_head = ticket // (heads_at_once * args.items) * heads_at_once
     at_once = gl.minimum(heads_at_once, args.all_heads // heads_of_ticket - first_head)
@@ -145,7 +149,7 @@ def _item(args, ticket, heads_of_ticket, heads_at_once):
     rank = ticket_head % adding
     part = 0
     parts = 1
-    if args.is_split > 0:
+    if args.has_items > 0:
         item_ptr = args.items_ptr + place // at_once * ITEM_SIZE
         row_block = gl.load(item_ptr + ROW_BLOCK)
         slot = gl.load(item_ptr + SLOT)

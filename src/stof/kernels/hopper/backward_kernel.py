@@ -107,8 +107,8 @@ from stof.runtime.pdl import launch_next, wait_previous
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
 _COUNTS = [
-    "items", "is_split", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b", "mask_h",
-    "q_blocks", "sums",
+    "items", "has_items", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b",
+    "mask_h", "q_blocks", "sums",
 ]  # fmt: skip
 
 
@@ -338,13 +338,13 @@ def backward_kernel(
     counters_ptr,  # [2 + B * H * (sums + 1) + 2 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
     #                that were taken; additions to each sum of dQ; of each head, accumulator warps that ended an item;
     #                additions to sums of dK and dV by each warpgroup
-    items_ptr,  # int32 [items, 8], fields as `ItemFields`; without `is_split` not read, one item is one block of keys
+    items_ptr,  # int32 [items, 8], fields as `ItemFields`; read with `has_items`; without, an item is a block of keys
     tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,
     bitmaps_ptr,
     pattern_of_ptr,
-    items,  # of a key head with `is_split`, else of a head
-    is_split,
+    items,  # of a key head with `has_items`, else blocks of keys
+    has_items,
     slots,  # of a key head
     row_blocks,
     patterns,
@@ -405,7 +405,7 @@ def backward_kernel(
         row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
         items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,
-        v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, is_split=is_split,
+        v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, has_items=has_items,
         slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
         heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,

@@ -63,16 +63,17 @@ class ItemFields(NamedTuple):
 
 
 ITEM = ItemFields()
-# A work item has at most so many times the mean number of tiles of a block of keys, this share of the tiles that a
-# thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are split.
+# Of one query head, a work item has at most so many times the mean number of tiles of a block of keys, this share of
+# the tiles that a thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are split.
 _LONGEST_OVER_MEAN, _LONGEST_SHARE = 3, 1 / 4
-# A work item has all query heads of its key head, and adds to dK and dV once, if blocks of keys have at most
-# `SHORT_BLOCK` tiles in the mean. With 32 / 8 heads of 128 and 8192 tokens, window 512, mean 10, takes 444 us then, not
-# 774; window 1024, mean 18, 749, not 964. With longer blocks, heads that are far apart fill the L2 cache: 4 x 4096
-# tokens, causal, mean 33, take 3420 us then, not 2836. Blocks of keys are to be many, too: thread blocks end up to an
-# item apart, and an item costs about `ITEM_COST` tiles beside its own.
+# A work item has all query heads of its key head, whose masks are the same, and adds to dK and dV once, if blocks of
+# keys have at most `SHORT_BLOCK` tiles in the mean. With 32 / 8 heads of 128 and 8192 tokens, window 512, mean 10,
+# takes 444 us, and 774 us with an item for each head; window 1024, mean 18, 749 and 964 us. Where blocks are longer,
+# thread blocks are at different heads, whose dQ, Q and dO exceed the L2 cache: 4 x 4096 tokens, causal, mean 33, take
+# 3420 and 2836 us. Grouping also makes the last item longer, by (group - 1) * mean tiles, and saves each thread block
+# (group - 1) * ITEM_COST * key_blocks / blocks.
 SHORT_BLOCK, ITEM_COST = 24, 6
-# So many tiles at most add to a sum of dQ, times the mean number of tiles of a block of queries in its pattern; or
+# At most so many times the mean number of tiles of a block of queries in its pattern add to one sum of dQ, or
 # `FEWEST_TILES`, if that is more.
 MOST_OVER_MEAN = 2
 FEWEST_TILES = 16
@@ -86,10 +87,10 @@ class BackwardLists:
 
     Blocks of keys are taken from the last one on. Each begins at the block of queries at its own relative position, the
     diagonal, goes on to the last query, and then from the first query to the diagonal: thread blocks that started at
-    the same time are always at different queries. In both parts, later blocks of keys come to a tile first, but not
-    from one part to the other. So each block of queries has sums of dQ for each part, and later blocks of keys add
-    first. Queries that most blocks of keys see would make these wait for each other; they have several sums for each
-    part.
+    the same time are always at different queries. Within each part, later blocks of keys come to a block of queries
+    first; across parts, no order holds. So each block of queries has sums of dQ for each part, and later blocks of keys
+    add first. Queries that most blocks of keys see would make these wait for each other; they have several sums for
+    each part.
 
     Attributes:
         pattern_of: int32 `[mask_batch, mask_heads]`.
@@ -100,10 +101,11 @@ class BackwardLists:
         row_blocks: R.
         queries: of a tile.
         q_len, kv_len: lengths.
-        sums: of a head, in blocks of queries; an upper bound of those that are used.
+        sums: of dQ, of a head, each of the size of a block of queries; an upper bound of those that are used.
         seen_queries, seen_keys: bool `[P, q_len]` and `[P, kv_len]`, which queries see a key and which keys a query
             sees; None if that is so for all that are in tiles. Others may be NaN, and 0 * NaN is NaN.
-        counts: int64 `[R]` on the CPU, tiles of each block of keys in the pattern with most; None if not known.
+        counts: int64 `[R]` on the CPU, tiles of each block of keys, in that pattern in which it has most; None if not
+            known.
     """
 
     pattern_of: Tensor
@@ -125,7 +127,7 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
     """Return the most tiles of a work item.
 
     Args:
-        counts: tiles of the blocks of keys, in the pattern with most.
+        counts: as `BackwardLists.counts`.
         heads, blocks: as for `split_blocks`.
     """
     mean = float(counts.double().mean())
@@ -134,9 +136,9 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
 
 
 def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
-    """Return the most tiles of a block of keys whose query heads are one work item; 0 for none.
+    """Return up to how many tiles of a block of keys one work item has all query heads; 0 for none.
 
-    The kernel computes the same for lists whose items are not made on the host.
+    For lists whose items are not made on the host, the kernel estimates the same (`_schedule`).
 
     Args:
         mean: tiles of a block of keys in the mean.
@@ -159,7 +161,7 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
 
     Returns:
         int32 `[items, 8]` on the CPU, in the order in which they are taken, fields as `ItemFields`; None if each item
-        is a block of keys, with one query head or all of a key head.
+        is a block of keys, with one query head or all of a key head: the kernel decides, also if counts are not known.
     """
     if lists.counts is None:
         return None
