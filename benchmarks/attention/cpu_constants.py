@@ -17,7 +17,7 @@ from rich.console import Console
 
 import stof
 from benchmarks.attention.run import run_attention
-from benchmarks.cli.attention import results_table
+from benchmarks.cli.tables import results_table
 from benchmarks.paper.selector import random_mask
 from benchmarks.peers import PEERS, Call, Peer
 from stof.kernels.cpu import schedule
