@@ -186,7 +186,7 @@ def _not_recorded(reason: str) -> UnsupportedError:
 
 @contextmanager
 def replacing(mask: Mask) -> Iterator[ReplacedMask]:
-    """Within it, attention of this thread runs under plans that `ReplacedMask.fill` fills for other masks."""
+    """Within it, attention of this thread runs under plans whose lists `ReplacedMask.fill` fills."""
     before, _LOCAL.replaced = getattr(_LOCAL, "replaced", None), ReplacedMask(mask)
     try:
         yield _LOCAL.replaced

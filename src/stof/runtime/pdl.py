@@ -37,8 +37,10 @@ def launch_next(USE_PDL: tl.constexpr):
 @triton.jit
 @no_type_check
 def wait_previous(USE_PDL: tl.constexpr):
-    """Wait for the previous kernel. Code before this call may only read memory that no kernel writes, or that it has
-    waited for by counters that the previous kernel releases.
+    """Wait for the previous kernel.
+
+    Code before this call may only read memory that no kernel writes, or what the previous kernel wrote before it
+    released a counter that this code has acquired.
     """
     if USE_PDL:
         gdc_wait()

@@ -21,7 +21,16 @@ from stof.kernels.hopper.backward_intrinsics import (
     wait_stores_and_count,
     wait_stores_read,
 )
-from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, ITEM_COST, KEYS_OF_BLOCK, SHORT_BLOCK, TILE
+from stof.kernels.hopper.backward_lists import (
+    DQ_HALF,
+    ITEM,
+    ITEM_COST,
+    KEYS_OF_BLOCK,
+    LONGEST_OVER_MEAN,
+    LONGEST_SHARE,
+    SHORT_BLOCK,
+    TILE,
+)
 from stof.kernels.hopper.intrinsics import async_load, async_store, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import fetch_next
 
@@ -38,6 +47,7 @@ ITEM_SIZE = gl.constexpr(len(ITEM))
 BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
 ITEM_STAGES = gl.constexpr(2)
 _SHORT_BLOCK, _ITEM_COST = gl.constexpr(SHORT_BLOCK), gl.constexpr(ITEM_COST)
+_OVER_MEAN, _SHARES = gl.constexpr(LONGEST_OVER_MEAN), gl.constexpr(int(1 / LONGEST_SHARE))
 # Named barriers; Triton uses the first few of the sixteen itself. `Q_EMPTY` has one for each stage, `DQ_FULL` one for
 # each half of each stage.
 DS_FULL, Q_EMPTY, DQ_FULL = gl.constexpr(8), gl.constexpr(9), gl.constexpr(11)
@@ -117,8 +127,8 @@ def _schedule(args):
     if args.has_items > 0:
         heads_of_ticket = group
     elif (group > 1) & (args.mask_h == 0) & is_short:
-        over_mean = 3 * total_tiles // (args.patterns * args.row_blocks)
-        if _longest(args) <= gl.maximum(over_mean, mean_tiles * key_blocks // (4 * programs)):
+        over_mean = _OVER_MEAN * total_tiles // (args.patterns * args.row_blocks)
+        if _longest(args) <= gl.maximum(over_mean, mean_tiles * key_blocks // (_SHARES * programs)):
             heads_of_ticket = group
     # Where there are enough ticket heads, no more thread blocks work on one of them than a block of keys has tiles in
     # the mean: so they seldom wait for the same sum of dQ. No more heads than that: they share the L2 cache.

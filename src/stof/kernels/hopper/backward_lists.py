@@ -65,7 +65,7 @@ class ItemFields(NamedTuple):
 ITEM = ItemFields()
 # Of one query head, a work item has at most so many times the mean number of tiles of a block of keys, this share of
 # the tiles that a thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are split.
-_LONGEST_OVER_MEAN, _LONGEST_SHARE = 3, 1 / 4
+LONGEST_OVER_MEAN, LONGEST_SHARE = 3, 1 / 4
 # A work item has all query heads of its key head, whose masks are the same, and adds to dK and dV once, if blocks of
 # keys have at most `SHORT_BLOCK` tiles in the mean. With 32 / 8 heads of 128 and 8192 tokens, window 512, mean 10,
 # takes 444 us, and 774 us with an item for each head; window 1024, mean 18, 749 and 964 us. Where blocks are longer,
@@ -132,13 +132,13 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
     """
     mean = float(counts.double().mean())
     of_thread_block = mean * len(counts) * heads / blocks
-    return math.ceil(max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * of_thread_block, FEWEST_TILES))
+    return math.ceil(max(LONGEST_OVER_MEAN * mean, LONGEST_SHARE * of_thread_block, FEWEST_TILES))
 
 
 def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
-    """Return up to how many tiles of a block of keys one work item has all query heads; 0 for none.
+    """Return the most tiles of a block of keys whose query heads are one work item; 0 if each head is one.
 
-    For lists whose items are not made on the host, the kernel estimates the same (`_schedule`).
+    For lists whose items are not made on the host, the kernel estimates the same (`_schedule` in `backward_copies`).
 
     Args:
         mean: tiles of a block of keys in the mean.
@@ -147,7 +147,7 @@ def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
     """
     if mean > SHORT_BLOCK or mean * blocks > ITEM_COST * key_blocks:
         return 0
-    return max(_LONGEST_OVER_MEAN * mean, _LONGEST_SHARE * mean * key_blocks / blocks)
+    return max(LONGEST_OVER_MEAN * mean, LONGEST_SHARE * mean * key_blocks / blocks)
 
 
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
@@ -165,16 +165,15 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
     """
     if lists.counts is None:
         return None
-    parts = parts_of(lists.counts, longest_item(lists.counts, heads, blocks))
+    counts, parts = lists.counts.tolist(), parts_of(lists.counts, longest_item(lists.counts, heads, blocks)).tolist()
     longest = 0.0
     if group > 1 and lists.pattern_of.shape[1] == 1:
-        mean = float(lists.counts.double().mean())
-        longest = longest_group(mean, heads // group * len(lists.counts), blocks)
-    if int(parts.max()) == 1 and (not longest or int(lists.counts.max()) <= longest):
+        longest = longest_group(sum(counts) / len(counts), heads // group * len(counts), blocks)
+    if max(parts) == 1 and (not longest or max(counts) <= longest):
         return None
     items, slots = [], 0
     for row_block in reversed(range(len(parts))):
-        tiles, of_block = int(lists.counts[row_block]), int(parts[row_block])
+        tiles, of_block = counts[row_block], parts[row_block]
         at_once = group if tiles <= longest and of_block == 1 else 1
         adding = of_block * group // at_once
         for rank in range(adding):

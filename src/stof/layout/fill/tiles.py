@@ -158,11 +158,8 @@ class TileFill:
         assert self._room, "other builds may have the mailbox"
         _, q_len, kv_len, *_ = self._sized
         source = _source_of(mask, q_len, kv_len, self._sizes[1], [0], self._device)
-        sources = (self._source,) if source is None else (self._source, source)
-        fits = source is not None and all(
-            one.kind == PROGRAM and one.patterns == 1 and not one.programs.draws for one in sources
-        )
-        numbers = sources[-1].programs.numbers
+        numbers = [] if source is None else source.programs.numbers
+        fits = source is not None and _is_one_program(self._source) and _is_one_program(source)
         fits = fits and len(numbers) <= self._prepared.room
         self._mailbox.put(self._prepared.results, numbers if fits else [])
         return fits
@@ -294,6 +291,11 @@ def _source_of(
     """As `source_of`, without masks that these kernels do not serve."""
     source = source_of(mask, q_len, kv_len, mask_heads, entries, device)
     return None if source is None or (source.kind == PROGRAM and _maps_ranges(source)) else source
+
+
+def _is_one_program(source: Source) -> bool:
+    """Whether the mask is one program, all of whose numbers come from the host."""
+    return source.kind == PROGRAM and source.patterns == 1 and not source.programs.draws
 
 
 def _maps_ranges(source: Source) -> bool:
