@@ -23,6 +23,7 @@ from stof.kernels.hopper.backward_lists import (
     longest_item,
     make_backward_lists,
     most_sums,
+    slots_of,
     split_blocks,
 )
 from stof.kernels.implementation import NeedsGrad, Options
@@ -204,7 +205,7 @@ def test_blocks_of_keys_that_all_queries_see_are_shared(heads: int, group: int) 
     items = split_blocks(lists, heads, group, 132)
     assert items is not None
     assert items[:, ITEM.row_block].tolist() == sorted(items[:, ITEM.row_block].tolist(), reverse=True)
-    slots = set()
+    taken: list[int] = []
     for block, tiles in enumerate(lists.counts.tolist()):
         of_block = items[items[:, ITEM.row_block] == block]
         assert of_block[:, ITEM.rank].tolist() == list(range(len(of_block)))
@@ -219,9 +220,9 @@ def test_blocks_of_keys_that_all_queries_see_are_shared(heads: int, group: int) 
         assert (parts > 1) == (tiles > longest_item(lists.counts, heads, 132))
         assert (len(of_block) > 1) == (parts > 1 or (group > 1 and heads == 8))
         if len(of_block) > 1:
-            slots.add(int(of_block[0, ITEM.slot]))
             assert len(of_block[:, ITEM.slot].unique()) == 1
-    assert slots == set(range(len(slots)))
+            taken += range(int(of_block[0, ITEM.slot]), int(of_block[0, ITEM.slot]) + slots_of(len(of_block)))
+    assert sorted(taken) == list(range(int(items[-1, ITEM.slot]) + slots_of(int(items[-1, ITEM.adding]))))
     assert split_blocks(lists_of(torch.ones(1, 1, 4096, 4096, dtype=torch.bool), 64), 8, group, 132) is None
 
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
-from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, BackwardLists, split_blocks
+from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, BackwardLists, slots_of, split_blocks
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
 from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
@@ -138,13 +138,13 @@ class _Kernels:
         blocks = batch * heads * q_blocks
         processors = multiprocessors(device)
         split = split_blocks(lists, batch * heads, heads // kv_heads, processors)
-        items, slots = lists.row_blocks, lists.row_blocks if heads > kv_heads else 0
+        items, slots = lists.row_blocks, lists.row_blocks * slots_of(heads // kv_heads)
         items_of_head = items
         if split is not None:
-            items, slots = len(split), 1 + int(split[:, ITEM.slot].max())
+            items, slots = len(split), int(split[-1, ITEM.slot]) + slots_of(int(split[-1, ITEM.adding]))
             items_of_head = int(split[:, ITEM.heads].sum()) * kv_heads // heads
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
-        self.counters = 2 + batch * heads * (lists.sums + 1) + 2 * batch * kv_heads * slots
+        self.counters = 2 + batch * heads * (lists.sums + 1) + 4 * batch * kv_heads * slots
         self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
         self.sums = (batch * heads * lists.sums * 2 * DQ_HALF[0], DQ_HALF[1])
         if self.sums[0] >= _MOST_ROWS:

@@ -153,7 +153,7 @@ def _item(args, ticket, heads_of_ticket, heads_at_once):
     ticket_head = first_head + place % at_once
     adding = args.heads_per_group // heads_of_ticket
     row_block = args.items - 1 - place // at_once
-    slot = row_block
+    slot = row_block * ((adding + 1) // 2)
     head = 0
     heads = heads_of_ticket
     rank = ticket_head % adding

@@ -16,12 +16,12 @@ at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, in tu
 between two stages, through all of its items, and each warp has a stage.
 
 Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles, or all query heads
-of the key head one after another. Items that share keys, because query heads share a key head or because the block is
-split, add their dK and dV to float32 sums one after another; the last one stores the result.
+of the key head one after another. Items share keys if query heads share a key head, or if the block is split. Then
+pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result.
 
-Equal calls give equal bits, because contributions to a sum are added in a fixed order: those to dQ come from tiles,
-those to dK and dV from items. Each sum has a counter of the contributions that are complete. The rank of a contribution
-is the number of those before it. Rank 0 overwrites the sum, so sums need not be cleared; counters are zero at first.
+Equal calls give equal bits, because pairs of items are the same in all calls, and tiles add to sums of dQ in a fixed
+order: each sum has a counter of the contributions that are complete, and the rank of a contribution is the number of
+those before it. Rank 0 overwrites the sum, so sums need not be cleared; counters are zero at first.
 Work items are taken by tickets. An item waits only for contributions of items with smaller tickets
 (`backward_lists.py`), which have started: so all of them end, whatever the number of multiprocessors.
 
@@ -283,44 +283,97 @@ def _consumer(args, GROUP: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _in_order(x):
+    """Return a warpgroup's `[64, D]` accumulator as one row in which each thread has 4 values side by side."""
+    # [warp, half of rows, lane // 4, columns // 8, lane % 4, pair]
+    D: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, D // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 128, 4])
+
+
+@gluon.jit
+@no_type_check
+def _in_accumulator(x, layout: gl.constexpr):
+    """Undo `_in_order`."""
+    D: gl.constexpr = x.shape[0] * 8
+    x = x.reshape([D // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, D])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
+    """Add dK and dV of the items that share keys; return the sums, and whether this item has them all.
+
+    The items are leaves of a binary tree, in order of rank. Of two subtrees, the one that is complete first stores its
+    sums and is done; the other one adds them to its own and goes on. So no item waits for another one's tiles, and as
+    `a + b` equals `b + a`, sums do not depend on which one is first.
+    """
+    D: gl.constexpr = dk.shape[1]
+    rank = item_field(args, index, RANK_OF_ITEM, 4)
+    adding = item_field(args, index, ADDING, 4)
+    kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
+    first_slot = kv_head * args.slots + item_field(args, index, SLOT, 4)
+    dk, dv = _in_order(dk), _in_order(dv)
+    layout: gl.constexpr = dk.type.layout
+    # Hidden, so that addresses are not computed before the last tile, where they would be spilled.
+    thread = hide_from_compiler(gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))))
+    chunk = gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    value = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    sums = args.kv_sums_ptr + GROUP * (2 * 64 * D) + thread * 4
+    sums = sums[None, :, None] + (chunk * 512)[:, None, None] + value[None, None, :]
+    counters_ptr = args.kv_counters_ptr + first_slot * 4 + GROUP
+    complete = 1
+    leaves = 1  # of this item's subtree, if complete
+    while leaves < adding:
+        subtree = rank // leaves
+        other = subtree ^ 1
+        if other * leaves < adding:
+            # Leaves of a pair share a slot; larger subtrees have that of their first pair, which is free again.
+            slot = first_slot + subtree * leaves // 2
+            other_slot = first_slot + other * leaves // 2
+            counter_ptr = counters_ptr + (gl.maximum(subtree, other) * leaves - 1) * 2
+            if gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == 0:
+                to = sums + slot.to(gl.int64) * (2 * KEYS * D)
+                gl.store(to, dk)
+                gl.store(to + 64 * D, dv)
+                thread_barrier()
+                gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+                complete = 0
+                leaves = adding
+            else:
+                wait_count(counter_ptr, 3)  # two that came, and sums that are stored
+                others = sums + other_slot.to(gl.int64) * (2 * KEYS * D)
+                dk += gl.load(others, cache_modifier=".cg")
+                dv += gl.load(others + 64 * D, cache_modifier=".cg")
+        leaves *= 2
+    return dk, dv, complete
+
+
+@gluon.jit
+@no_type_check
 def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
-    """Write 64 keys' dK and dV. Items that share keys add theirs one after another."""
+    """Write 64 keys' dK and dV; of several items that share keys, the last one writes their sums."""
     D: gl.constexpr = config.width
     layout: gl.constexpr = dk.type.layout
     dtype: gl.constexpr = args.q_smem.dtype
     row_block = item_field(args, index, ROW_BLOCK, 4)
-    bh = item_field(args, index, BATCH_HEAD, 4)
-    batch_kv_head = bh // args.heads_per_group
-    adding = item_field(args, index, ADDING, 4)
-    rank = item_field(args, index, RANK_OF_ITEM, 4)
-    key = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    if adding > 1:
-        block = batch_kv_head * args.slots + item_field(args, index, SLOT, 4)
-        counter_ptr = args.kv_counters_ptr + (block * 2 + GROUP)
-        sums = args.kv_sums_ptr + block.to(gl.int64) * (2 * KEYS * D) + (key * D)[:, None] + column
-        if rank > 0:
-            wait_count(counter_ptr, rank)
-            dk += gl.load(sums)
-            dv += gl.load(sums + KEYS * D)
-        if rank + 1 < adding:
-            gl.store(sums, dk)
-            gl.store(sums + KEYS * D, dv)
-            thread_barrier()
-            gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-    if rank + 1 == adding:
+    batch_kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
+    dk, dv, complete = _sum_over_items(args, index, dk, dv, GROUP)
+    if complete > 0:
         kv_heads = args.heads // args.heads_per_group
         to: gl.constexpr = store_layout(D)
         row = row_block * KEYS + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, to))
+        if D == 64:
+            row += hide_from_compiler(0)  # as above; at D 128 it spills more
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, to))[None, :]
         exists = (row < args.kv_len)[:, None] & (columns < config.head_dim)
         b, h = (batch_kv_head // kv_heads).to(gl.int64), (batch_kv_head % kv_heads).to(gl.int64)
         rows = row.to(gl.int64)[:, None]
         to_dk, to_dv = args.stride_dk, args.stride_dv
         dk_ptrs = args.dk_ptr + b * to_dk.b + h * to_dk.h + rows * to_dk.s + columns
-        gl.store(dk_ptrs, in_store_layout(dk * args.scale, dtype), exists)
+        gl.store(dk_ptrs, in_store_layout(_in_accumulator(dk * args.scale, layout), dtype), exists)
         dv_ptrs = args.dv_ptr + b * to_dv.b + h * to_dv.h + rows * to_dv.s + columns
-        gl.store(dv_ptrs, in_store_layout(dv, dtype), exists)
+        gl.store(dv_ptrs, in_store_layout(_in_accumulator(dv, layout), dtype), exists)
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -334,10 +387,10 @@ def backward_kernel(
     dq_desc,  # [B * H * sums * 32, 256] float32, 16 rows
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
-    kv_sums_ptr,  # [B, Hkv, slots, 2, 128, width] float32: sums of dK and dV of several items
-    counters_ptr,  # [2 + B * H * (sums + 1) + 2 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
+    kv_sums_ptr,  # [B, Hkv, slots, 2 halves of the keys, 2, 64 * width] float32: sums of dK and dV of several items
+    counters_ptr,  # [2 + B * H * (sums + 1) + 4 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
     #                that were taken; additions to each sum of dQ; of each head, accumulator warps that ended an item;
-    #                additions to sums of dK and dV by each warpgroup
+    #                and of pairs of sums of dK and dV, by each warpgroup
     items_ptr,  # int32 [items, 8], fields as `ItemFields`; read with `has_items`; without, an item is a block of keys
     tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,

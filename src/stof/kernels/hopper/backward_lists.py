@@ -46,7 +46,7 @@ class ItemFields(NamedTuple):
 
     Attributes:
         row_block: its block of keys.
-        slot: which sum of dK and dV it is added to, if several items share the block.
+        slot: the first slot for sums of dK and dV, if several items share the block.
         head, heads: its first query head among those of the key head, and how many it goes through.
         rank, adding: how many items of the block add to dK and dV before it, and in all.
         part, parts: it has part `part` of `parts` of the block's tiles.
@@ -150,6 +150,11 @@ def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
     return max(LONGEST_OVER_MEAN * mean, LONGEST_SHARE * mean * key_blocks / blocks)
 
 
+def slots_of(adding: int) -> int:
+    """Return how many slots for sums of dK and dV a block of keys needs that so many items share."""
+    return (adding + 1) // 2 if adding > 1 else 0
+
+
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
     """Return the work items of a key head if they differ in heads or parts, so that no thread block ends late.
 
@@ -179,7 +184,7 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
         for rank in range(adding):
             part, head = divmod(rank, group // at_once)
             items.append((row_block, slots, head * at_once, at_once, rank, adding, part, of_block))
-        slots += int(adding > 1)
+        slots += slots_of(adding)
     return torch.tensor(items, dtype=torch.int32)
 
 
