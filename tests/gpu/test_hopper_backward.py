@@ -150,6 +150,33 @@ def test_global_tokens(
         assert all(torch.equal(one, other) for one, other in zip(gradients[:3], again[:3], strict=True))
 
 
+@pytest.mark.parametrize("texture", ["causal", "holes", "per head"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "tokens", "head_dim", "queries"),
+    [(1, 2, 2, 3333, 128, 64), (1, 6, 3, 3300, 72, 64), (2, 4, 1, 3200, 128, 64), (1, 2, 1, 6500, 64, 128)],
+)
+def test_long_last_items(
+    batch: int, heads: int, kv_heads: int, tokens: int, head_dim: int, queries: int, texture: str
+) -> None:
+    """The last items are split, where blocks of keys are long and differ in length."""
+    q, k, v = make_inputs(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=tokens, kv_len=tokens, head_dim=head_dim,
+        dtype=torch.bfloat16,
+    ).qkv  # fmt: skip
+    rows, columns = torch.arange(tokens)[:, None], torch.arange(tokens)
+    keep = (columns <= rows)[None, None]
+    if texture == "holes":
+        keep = keep & (rows // 128 % 3 != columns // 128 % 5) | (columns >= tokens - 200) | (columns < 100)
+    elif texture == "per head":
+        keep = torch.cat([columns <= rows + 300 * head for head in range(heads)]).view(1, heads, tokens, tokens)
+    call = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": head_dim**-0.5, "keep": keep}
+    attend, arguments = bound(call, queries)
+    gradients = attend(*arguments)
+    assert_gradients(Gradients(*[x if x is None else x.cpu() for x in gradients]), call)
+    again = attend(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(gradients[:3], again[:3], strict=True))
+
+
 @pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
 def test_strides_addresses_and_gradients_of_lse(memory: str) -> None:
     call = random_call("ragged", "random", 64, torch.bfloat16, memory=memory) | {"d_lse": torch.randn(2, 4, 333)}

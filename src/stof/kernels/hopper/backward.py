@@ -14,7 +14,17 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from stof.errors import UnfitLayoutError
 from stof.kernels.common import empty_gradient
 from stof.kernels.hopper.backward_kernel import backward_kernel
-from stof.kernels.hopper.backward_lists import DQ_HALF, ITEM, KEYS_OF_BLOCK, BackwardLists, slots_of, split_blocks
+from stof.kernels.hopper.backward_lists import (
+    DQ_HALF,
+    ITEM,
+    KEYS_OF_BLOCK,
+    LAST_ITEMS,
+    MOST_PARTS,
+    SHORT_BLOCK,
+    BackwardLists,
+    slots_of,
+    split_blocks,
+)
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
 from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
@@ -143,9 +153,13 @@ class _Kernels:
         if split is not None:
             items, slots = len(split), int(split[-1, ITEM.slot]) + slots_of(int(split[-1, ITEM.adding]))
             items_of_head = int(split[:, ITEM.heads].sum()) * kv_heads // heads
+        programs = min(batch * heads * items * MOST_PARTS, processors)
+        first_part_slot = all_slots = batch * kv_heads * slots
+        if len(lists.tiles) > SHORT_BLOCK * (len(lists.row_block_ptr) - 1):  # the kernel may split the last items
+            all_slots += min(int(LAST_ITEMS * programs), batch * heads * items) * slots_of(MOST_PARTS)
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
-        self.counters = 2 + batch * heads * (lists.sums + 1) + 4 * batch * kv_heads * slots
-        self.kv_sums = (batch * kv_heads * slots, 2, KEYS_OF_BLOCK, width)
+        self.counters = 2 + batch * heads * (lists.sums + 1) + 4 * all_slots
+        self.kv_sums = (all_slots, 2, KEYS_OF_BLOCK, width)
         self.sums = (batch * heads * lists.sums * 2 * DQ_HALF[0], DQ_HALF[1])
         if self.sums[0] >= _MOST_ROWS:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
@@ -161,19 +175,20 @@ class _Kernels:
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
         self.convert = launch(
             convert_dq_kernel, min(blocks, _CONVERTERS * processors), (lists.sum_ptr, lists.pattern_of),
-            (gradients.q, *sizes, batch * heads, 2 * items_of_head, lists.sums, *mask_strides, float(options.scale)),
+            (gradients.q, *sizes, batch * heads, 2 * MOST_PARTS * items_of_head, lists.sums, *mask_strides,
+             float(options.scale)),
             (queries, head_dim, width, pdl),
         )  # fmt: skip
         patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
         score_scale = options.scale * math.log2(math.e) * (2 / options.softcap if options.softcap else 1)
         self.main = launch(
             backward_kernel,
-            min(batch * heads * items, processors),
+            programs,
             (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps,
              lists.pattern_of),
-            (items, int(split is not None), slots, lists.row_blocks, patterns, heads, batch * heads, heads // kv_heads,
-             *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v, float(options.scale), score_scale,
-             options.softcap * math.log2(math.e)),
+            (items, int(split is not None), slots, first_part_slot, lists.row_blocks, patterns, heads, batch * heads,
+             heads // kv_heads, *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v,
+             float(options.scale), score_scale, options.softcap * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries, options.softcap > 0), pdl),
             windows=(
                 Window.over(q, queries, width), Window.over(k, KEYS_OF_BLOCK, width),

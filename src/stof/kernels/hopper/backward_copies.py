@@ -26,10 +26,15 @@ from stof.kernels.hopper.backward_lists import (
     ITEM,
     ITEM_COST,
     KEYS_OF_BLOCK,
+    LAST_ITEMS,
+    LONG_OVER_MEAN,
     LONGEST_OVER_MEAN,
     LONGEST_SHARE,
+    MOST_PARTS,
+    PART_OVER_MEAN,
     SHORT_BLOCK,
     TILE,
+    slots_of,
 )
 from stof.kernels.hopper.intrinsics import async_load, async_store, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import fetch_next
@@ -42,11 +47,15 @@ Q_BLOCK, BITMAP, RANK, SUM = (gl.constexpr(field) for field in TILE)
 TILE_SIZE = gl.constexpr(len(TILE))
 ROW_BLOCK, SLOT, HEAD, HEADS, RANK_OF_ITEM, ADDING, PART, PARTS = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
-# What is added to a work item in shared memory, where `HEAD`, `PART` and `PARTS` are not set, and how many items there
-# is room for, 32 fields each.
-BATCH_HEAD, BEGIN, END = (gl.constexpr(len(ITEM) + field) for field in range(3))
+# What is added to a work item in shared memory, and how many items there is room for, 32 fields each. There, `HEAD` is
+# not set, `PART` and `PARTS` are those of one of the last items, and `PART_SLOT` is the first slot for their sums.
+BATCH_HEAD, BEGIN, END, PART_SLOT = (gl.constexpr(len(ITEM) + field) for field in range(4))
 ITEM_STAGES = gl.constexpr(2)
 _SHORT_BLOCK, _ITEM_COST = gl.constexpr(SHORT_BLOCK), gl.constexpr(ITEM_COST)
+PARTS_LIMIT, _PART_SLOTS = gl.constexpr(MOST_PARTS), gl.constexpr(slots_of(MOST_PARTS))
+_LAST_ITEMS, _LONG_OVER_MEAN, _PART_OVER_MEAN = (
+    gl.constexpr(int(12 * share)) for share in (LAST_ITEMS, LONG_OVER_MEAN, PART_OVER_MEAN)
+)
 _OVER_MEAN, _SHARES = gl.constexpr(LONGEST_OVER_MEAN), gl.constexpr(int(1 / LONGEST_SHARE))
 # Named barriers; Triton uses the first few of the sixteen itself. `Q_EMPTY` has one for each stage, `DQ_FULL` one for
 # each half of each stage.
@@ -61,8 +70,8 @@ BackwardArgs = namedtuple(
     "q_desc k_desc v_desc d_out_desc stats_desc dq_desc dk_ptr dv_ptr kv_sums_ptr ticket_ptr dq_counters_ptr "
     "head_counters_ptr kv_counters_ptr items_ptr tiles_ptr row_block_ptr bitmaps_ptr pattern_of_ptr q_smem k_smem "
     "v_smem d_out_smem stats_smem ds_smem dq_smem items_smem item_full item_empty kv_full k_empty v_empty q_full "
-    "dq_empty items has_items slots row_blocks patterns heads all_heads heads_per_group mask_b mask_h q_blocks sums "
-    "kv_len stride_dk stride_dv scale score_scale softcap",
+    "dq_empty items has_items slots first_part_slot row_blocks patterns heads all_heads heads_per_group mask_b mask_h "
+    "q_blocks sums kv_len stride_dk stride_dv scale score_scale softcap",
 )
 
 
@@ -114,6 +123,8 @@ def _longest(args):
 def _schedule(args):
     """Return the query heads of a ticket head, and the number of ticket heads that successive tickets go around.
 
+    Also how many of the last items may be split, and the mean number of tiles of a block of keys.
+
     A ticket head is a key head if `items_ptr` has its items, or if each item has all query heads; else a query head.
     """
     programs = gl.num_programs(0)
@@ -136,20 +147,26 @@ def _schedule(args):
     if (args.has_items > 0) & ((args.mask_h > 0) | (not is_short)):
         # Each item has one query head.
         heads_at_once = (heads_at_once + group - 1) // group
-    return heads_of_ticket, gl.minimum(heads_at_once, args.all_heads // heads_of_ticket)
+    heads_at_once = gl.minimum(heads_at_once, args.all_heads // heads_of_ticket)
+    last_items = gl.minimum(programs * _LAST_ITEMS // 12, args.all_heads // heads_of_ticket * args.items)
+    # The first block of keys is taken last.
+    first_tiles = gl.load(args.row_block_ptr + 1) - gl.load(args.row_block_ptr)
+    is_long = (mean_tiles > _SHORT_BLOCK) & (12 * first_tiles > _LONG_OVER_MEAN * mean_tiles)
+    last_items = gl.where(is_long, last_items, 0)
+    return heads_of_ticket, heads_at_once, last_items, mean_tiles
 
 
 @gluon.jit
 @no_type_check
-def _item(args, ticket, heads_of_ticket, heads_at_once):
-    """Return the work item of a ticket.
+def _item(args, number, heads_of_ticket, heads_at_once):
+    """Return a work item by its place among all.
 
     That is: row block, slot, first query head (counted over the batch), number of heads, rank, how many items add,
     begin and end of its tiles.
     """
-    first_head = ticket // (heads_at_once * args.items) * heads_at_once
+    first_head = number // (heads_at_once * args.items) * heads_at_once
     at_once = gl.minimum(heads_at_once, args.all_heads // heads_of_ticket - first_head)
-    place = ticket - first_head * args.items
+    place = number - first_head * args.items
     ticket_head = first_head + place % at_once
     adding = args.heads_per_group // heads_of_ticket
     row_block = args.items - 1 - place // at_once
@@ -171,64 +188,109 @@ def _item(args, ticket, heads_of_ticket, heads_at_once):
         parts = gl.load(item_ptr + PARTS)
     bh = ticket_head * heads_of_ticket + head
     pattern = gl.load(args.pattern_of_ptr + bh // args.heads * args.mask_b + bh % args.heads * args.mask_h)
-    number = pattern * args.row_blocks + row_block
-    first = gl.load(args.row_block_ptr + number)
-    tiles = gl.load(args.row_block_ptr + number + 1) - first
+    block_ptr = args.row_block_ptr + pattern * args.row_blocks + row_block
+    first = gl.load(block_ptr)
+    tiles = gl.load(block_ptr + 1) - first
     return row_block, slot, bh, heads, rank, adding, first + tiles * part // parts, first + tiles * (part + 1) // parts
+
+
+@gluon.jit
+@no_type_check
+def _part(args, begin, end, part, length):
+    """Return a part of an item's tiles, `(begin, end)`, and how many parts there are.
+
+    Items are cut at the same queries. Were they cut at the same shares, most parts would begin with tiles that add to
+    the same sums of dQ as the last tiles of another part of the block of keys before, and wait for it.
+    """
+    first_query = gl.load(args.tiles_ptr + begin * TILE_SIZE + Q_BLOCK)
+    # Search where queries begin again, or the end.
+    low, high = begin, end
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(args.tiles_ptr + middle * TILE_SIZE + Q_BLOCK) < first_query:
+            high = middle
+        else:
+            low = middle + 1
+    # The first and the last part have between half and one and a half times the length.
+    cut = (low - begin) % length
+    cut = begin + gl.where(2 * cut < length, cut + length, cut)
+    parts = gl.minimum(1 + gl.maximum(2 * (end - cut) + length, 0) // (2 * length), PARTS_LIMIT)
+    first = gl.where(part == 0, begin, cut + (part - 1) * length)
+    return first, gl.where(part == parts - 1, end, cut + part * length), parts
+
+
+@gluon.jit
+@no_type_check
+def _copy_item(args, row_block, bh, heads, begin, end, stage, kv_phase, config: gl.constexpr):
+    """Copy K and V of an item, and Q, dO and the statistics of its tiles; return the next stage and phase of K, V."""
+    D: gl.constexpr = config.width
+    QUERIES: gl.constexpr = config.queries
+    dtype: gl.constexpr = args.q_smem.dtype
+    rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
+    keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
+    b = bh // args.heads
+    for head in range(bh % args.heads, bh % args.heads + heads):
+        for tile in range(begin, end):
+            q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
+            wait_named(Q_EMPTY + stage, WITH_PRODUCER)
+            full = args.q_full.index(stage)
+            mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
+            q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+            d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
+            stats_row = (b * args.heads + head) * args.q_blocks + q_block
+            async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
+            async_load(args.stats_desc, [stats_row, 0], full, args.stats_smem.index(stage))
+            async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
+            if (tile == begin) & (head == bh % args.heads):
+                # After Q and dO, because K and V of the previous item are in use until its last tile.
+                kv_head = head // args.heads_per_group
+                k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
+                mbarrier.wait(args.v_empty, kv_phase)
+                # Only now: while copies of the previous item are in flight, `expect` would add to their phase.
+                mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
+                async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
+                mbarrier.wait(args.k_empty, kv_phase)
+                async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
+                kv_phase = kv_phase ^ 1
+            stage = stage ^ 1
+    return stage, kv_phase
 
 
 @gluon.jit
 @no_type_check
 def producer(args, config: gl.constexpr):
     """Take work items; copy K and V of each, and Q, dO and the statistics of each tile's queries."""
-    D: gl.constexpr = config.width
-    QUERIES: gl.constexpr = config.queries
-    dtype: gl.constexpr = args.q_smem.dtype
-    rows: gl.constexpr = tile_layout(dtype, QUERIES, D, 4)
-    keys: gl.constexpr = tile_layout(dtype, KEYS, D, 4)
     lane = lane_number()
-    heads_of_ticket, heads_at_once = _schedule(args)
-    count = args.all_heads // heads_of_ticket * args.items
+    heads_of_ticket, heads_at_once, last_items, mean_tiles = _schedule(args)
+    # Each part of the last items has a ticket.
+    first_split = args.all_heads // heads_of_ticket * args.items - last_items
+    tickets = first_split + last_items * PARTS_LIMIT
     # A ticket, because the hardware does not promise to start thread blocks in order.
     ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
     index = 0
     stage = 0
     kv_phase = 1
-    while ticket < count:
-        row_block, slot, bh, heads, rank, adding, begin, end = _item(args, ticket, heads_of_ticket, heads_at_once)
-        mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
-        field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, gl.where(lane == BATCH_HEAD, bh, row_block)))
-        field = gl.where(lane == HEADS, heads, gl.where(lane == SLOT, slot, field))
-        field = gl.where(lane == ADDING, adding, gl.where(lane == RANK_OF_ITEM, rank, field))
-        _send_item(args, index, field)
-        b = bh // args.heads
-        for head in range(bh % args.heads, bh % args.heads + heads):
-            for tile in range(begin, end):
-                q_block = gl.load(args.tiles_ptr + tile * TILE_SIZE + Q_BLOCK)
-                wait_named(Q_EMPTY + stage, WITH_PRODUCER)
-                full = args.q_full.index(stage)
-                mbarrier.expect(full, 2 * QUERIES * D * 2 + 2 * QUERIES * 4)
-                q_tile = reinterpret(args.q_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
-                d_out_tile = reinterpret(args.d_out_smem.index(stage), dtype, [1, 1, QUERIES, D], rows)
-                stats_row = (b * args.heads + head) * args.q_blocks + q_block
-                async_load(args.q_desc, [b, head, q_block * QUERIES, 0], full, q_tile)
-                async_load(args.stats_desc, [stats_row, 0], full, args.stats_smem.index(stage))
-                async_load(args.d_out_desc, [b, head, q_block * QUERIES, 0], full, d_out_tile)
-                if (tile == begin) & (head == bh % args.heads):
-                    # After Q and dO, because K and V of the previous item are in use until its last tile.
-                    kv_head = head // args.heads_per_group
-                    k_tile = reinterpret(args.k_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                    v_tile = reinterpret(args.v_smem.index(0), dtype, [1, 1, KEYS, D], keys)
-                    mbarrier.wait(args.v_empty, kv_phase)
-                    # Only now: while copies of the previous item are in flight, `expect` would add to their phase.
-                    mbarrier.expect(args.kv_full, 2 * KEYS * D * 2)
-                    async_load(args.v_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, v_tile)
-                    mbarrier.wait(args.k_empty, kv_phase)
-                    async_load(args.k_desc, [b, kv_head, row_block * KEYS, 0], args.kv_full, k_tile)
-                    kv_phase = kv_phase ^ 1
-                stage = stage ^ 1
+    while ticket < tickets:
+        past_first = gl.maximum(ticket - first_split, 0)
+        number = gl.minimum(ticket, first_split + past_first // PARTS_LIMIT)
+        row_block, slot, bh, heads, rank, adding, begin, end = _item(args, number, heads_of_ticket, heads_at_once)
+        part = past_first % PARTS_LIMIT
+        parts = 1
+        if (ticket >= first_split) & (12 * (end - begin) > _LONG_OVER_MEAN * mean_tiles):
+            begin, end, parts = _part(args, begin, end, part, _PART_OVER_MEAN * mean_tiles // 12)
+        if part < parts:
+            mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
+            part_slot = args.first_part_slot + past_first // PARTS_LIMIT * _PART_SLOTS
+            field = gl.where(lane == BATCH_HEAD, bh, gl.where(lane == HEADS, heads, row_block))
+            field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, field))
+            field = gl.where(lane == SLOT, slot, gl.where(lane == PART_SLOT, part_slot, field))
+            field = gl.where(lane == RANK_OF_ITEM, rank, gl.where(lane == ADDING, adding, field))
+            field = gl.where(lane == PART, part, gl.where(lane == PARTS, parts, field))
+            _send_item(args, index, field)
+            stage, kv_phase = _copy_item(args, row_block, bh, heads, begin, end, stage, kv_phase, config)
+            index += 1
         ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
-        index += 1
     mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
     _send_item(args, index, -1)
     # Consumers arrive at each stage once more than tiles use it: before the first one.
@@ -266,7 +328,7 @@ def _add_dq(args, bh, begin, end, first_stage, STAGE: gl.constexpr):
         mbarrier.arrive(args.dq_empty.index(STAGE), count=1)
         # Read while the stores are under way.
         seen = read_count(args.dq_counters_ptr + next_place)
-        wait_stores_and_count(counter_ptr)
+        wait_stores_and_count(counter_ptr, 1)
         rank = next_rank
         place = next_place
 
@@ -281,10 +343,13 @@ def accumulator(args, STAGE: gl.constexpr):
     while begin >= 0:
         first_head = item_field(args, index, BATCH_HEAD, 1)
         heads = item_field(args, index, HEADS, 1)
+        parts = item_field(args, index, PARTS, 1)
+        # All parts of an item count `MOST_PARTS` together.
+        counted = gl.where(item_field(args, index, PART, 1) == parts - 1, PARTS_LIMIT - parts + 1, 1)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         for bh in range(first_head, first_head + heads):
             _add_dq(args, bh, begin, end, first_stage, STAGE)
-            wait_stores_and_count(args.head_counters_ptr + bh)  # of an item without tiles, too
+            wait_stores_and_count(args.head_counters_ptr + bh, counted)  # of an item without tiles, too
             first_stage = first_stage ^ ((end - begin) & 1)
         index += 1
         begin, end = wait_item(args, index, 1)

@@ -55,15 +55,15 @@ def wait_stores_read():
 
 @gluon.jit
 @no_type_check
-def wait_stores_and_count(counter_ptr):
-    """Wait until this warp's TMA stores are in memory, then add 1 to a counter that other thread blocks read.
+def wait_stores_and_count(counter_ptr, count):
+    """Wait until this warp's TMA stores are in memory, then add to a counter that other thread blocks read.
 
     Only the lane that issued the stores can wait for them, so all lanes do before one of them counts.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
-        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }",
-        "=r,l", [counter_ptr.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [counter_ptr.to(gl.int64, bitcast=True), count], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ between two stages, through all of its items, and each warp has a stage.
 
 Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles, or all query heads
 of the key head one after another. Items share keys if query heads share a key head, or if the block is split. Then
-pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result.
+pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result. The last
+items may be split again when they are taken, so that thread blocks end together: each part has a ticket, and is treated
+as an item.
 
 Equal calls give equal bits, because pairs of items are the same in all calls, and tiles add to sums of dQ in a fixed
 order: each sum has a counter of the contributions that are complete, and the rank of a contribution is the number of
@@ -78,6 +80,10 @@ from stof.kernels.hopper.backward_copies import (
     HEADS,
     ITEM_STAGES,
     KEYS,
+    PART,
+    PART_SLOT,
+    PARTS,
+    PARTS_LIMIT,
     Q_EMPTY,
     RANK_OF_ITEM,
     ROW_BLOCK,
@@ -107,8 +113,8 @@ from stof.runtime.pdl import launch_next, wait_previous
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
 _COUNTS = [
-    "items", "has_items", "slots", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group", "mask_b",
-    "mask_h", "q_blocks", "sums",
+    "items", "has_items", "slots", "first_part_slot", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group",
+    "mask_b", "mask_h", "q_blocks", "sums",
 ]  # fmt: skip
 
 
@@ -302,47 +308,52 @@ def _in_accumulator(x, layout: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
-    """Add dK and dV of the items that share keys; return the sums, and whether this item has them all.
+    """Add dK and dV of parts of an item, and of items that share keys; return the sums, and whether these are complete.
 
-    The items are leaves of a binary tree, in order of rank. Of two subtrees, the one that is complete first stores its
-    sums and is done; the other one adds them to its own and goes on. So no item waits for another one's tiles, and as
-    `a + b` equals `b + a`, sums do not depend on which one is first.
+    The items are subtrees of a binary tree, in order of rank, and their parts are its leaves. Of two subtrees, the one
+    that is complete first stores its sums and is done; the other one adds them to its own and goes on. So no item waits
+    for another one's tiles, and as `a + b` equals `b + a`, sums do not depend on which one is first.
     """
     D: gl.constexpr = dk.shape[1]
-    rank = item_field(args, index, RANK_OF_ITEM, 4)
-    adding = item_field(args, index, ADDING, 4)
-    kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
-    first_slot = kv_head * args.slots + item_field(args, index, SLOT, 4)
     dk, dv = _in_order(dk), _in_order(dv)
     layout: gl.constexpr = dk.type.layout
     # Hidden, so that addresses are not computed before the last tile, where they would be spilled.
     thread = hide_from_compiler(gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))))
-    chunk = gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    chunk = hide_from_compiler(512 * gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     value = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     sums = args.kv_sums_ptr + GROUP * (2 * 64 * D) + thread * 4
-    sums = sums[None, :, None] + (chunk * 512)[:, None, None] + value[None, None, :]
-    counters_ptr = args.kv_counters_ptr + first_slot * 4 + GROUP
+    sums = sums[None, :, None] + chunk[:, None, None] + value[None, None, :]
+    rank = item_field(args, index, RANK_OF_ITEM, 4)
+    adding = item_field(args, index, ADDING, 4)
+    kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
+    slot_of_item = kv_head * args.slots + item_field(args, index, SLOT, 4)
+    part = item_field(args, index, PART, 4)
+    parts = item_field(args, index, PARTS, 4)
+    slot_of_part = item_field(args, index, PART_SLOT, 4)
     complete = 1
-    leaves = 1  # of this item's subtree, if complete
-    while leaves < adding:
-        subtree = rank // leaves
-        other = subtree ^ 1
-        if other * leaves < adding:
+    leaves = gl.where(parts == 1, PARTS_LIMIT, 1)  # of this item's subtree, if complete
+    while leaves < adding * PARTS_LIMIT:
+        # The first leaf of either subtree, among the parts of an item or the items of a block of keys.
+        first = (rank * PARTS_LIMIT + part) // leaves * leaves
+        other = first ^ leaves
+        of_parts = leaves < PARTS_LIMIT
+        first = gl.where(of_parts, first % PARTS_LIMIT, first // PARTS_LIMIT)
+        other = gl.where(of_parts, other % PARTS_LIMIT, other // PARTS_LIMIT)
+        if other < gl.where(of_parts, parts, adding):
             # Leaves of a pair share a slot; larger subtrees have that of their first pair, which is free again.
-            slot = first_slot + subtree * leaves // 2
-            other_slot = first_slot + other * leaves // 2
-            counter_ptr = counters_ptr + (gl.maximum(subtree, other) * leaves - 1) * 2
+            first_slot = gl.where(of_parts, slot_of_part, slot_of_item)
+            counter_ptr = args.kv_counters_ptr + first_slot * 4 + (gl.maximum(first, other) - 1) * 2 + GROUP
             if gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == 0:
-                to = sums + slot.to(gl.int64) * (2 * KEYS * D)
+                to = sums + (first_slot + first // 2).to(gl.int64) * (2 * KEYS * D)
                 gl.store(to, dk)
                 gl.store(to + 64 * D, dv)
                 thread_barrier()
                 gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
                 complete = 0
-                leaves = adding
+                leaves = adding * PARTS_LIMIT
             else:
                 wait_count(counter_ptr, 3)  # two that came, and sums that are stored
-                others = sums + other_slot.to(gl.int64) * (2 * KEYS * D)
+                others = sums + (first_slot + other // 2).to(gl.int64) * (2 * KEYS * D)
                 dk += gl.load(others, cache_modifier=".cg")
                 dv += gl.load(others + 64 * D, cache_modifier=".cg")
         leaves *= 2
@@ -387,10 +398,11 @@ def backward_kernel(
     dq_desc,  # [B * H * sums * 32, 256] float32, 16 rows
     dk_ptr,  # [B, Hkv, Skv, D]
     dv_ptr,
-    kv_sums_ptr,  # [B, Hkv, slots, 2 halves of the keys, 2, 64 * width] float32: sums of dK and dV of several items
-    counters_ptr,  # [2 + B * H * (sums + 1) + 4 * B * Hkv * slots] int32, zero: what `convert_dq_kernel` took; items
-    #                that were taken; additions to each sum of dQ; of each head, accumulator warps that ended an item;
-    #                and of pairs of sums of dK and dV, by each warpgroup
+    kv_sums_ptr,  # [all slots, 2 halves of the keys, 2, 64 * width] float32: sums of dK and dV of several items; slots
+    #               are those of key heads, [B, Hkv, slots], and then those of the last items
+    counters_ptr,  # [2 + B * H * (sums + 1) + 4 * all slots] int32, zero: what `convert_dq_kernel` took; items that
+    #                were taken; additions to each sum of dQ; of each head, `MOST_PARTS` for each item that an
+    #                accumulator warp ended; and of pairs of sums of dK and dV, by each warpgroup
     items_ptr,  # int32 [items, 8], fields as `ItemFields`; read with `has_items`; without, an item is a block of keys
     tiles_ptr,  # this and the next three: tensors of `BackwardLists`
     row_block_ptr,
@@ -399,6 +411,7 @@ def backward_kernel(
     items,  # of a key head with `has_items`, else blocks of keys
     has_items,
     slots,  # of a key head
+    first_part_slot,  # of the last items
     row_blocks,
     patterns,
     heads,
@@ -459,8 +472,9 @@ def backward_kernel(
         k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
         items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,
         v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, has_items=has_items,
-        slots=slots, row_blocks=row_blocks, patterns=patterns, heads=heads, all_heads=all_heads,
-        heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
+        slots=slots, first_part_slot=first_part_slot, row_blocks=row_blocks, patterns=patterns, heads=heads,
+        all_heads=all_heads, heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks,
+        sums=sums, kv_len=kv_len,
         stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
         softcap=softcap,
     )  # fmt: skip

@@ -73,6 +73,11 @@ LONGEST_OVER_MEAN, LONGEST_SHARE = 3, 1 / 4
 # 3420 and 2836 us. Grouping also makes the last item longer, by (group - 1) * mean tiles, and saves each thread block
 # (group - 1) * ITEM_COST * key_blocks / blocks.
 SHORT_BLOCK, ITEM_COST = 24, 6
+# Under causal masks the longest items come last, and thread blocks would end up to one of these apart. So where blocks
+# of keys are not short, and the first one has more than `LONG_OVER_MEAN` times the mean number of tiles, those of the
+# last items that have as many are split into at most `MOST_PARTS` parts, of `PART_OVER_MEAN` times the mean. These are
+# `LAST_ITEMS` times the thread blocks.
+LAST_ITEMS, LONG_OVER_MEAN, PART_OVER_MEAN, MOST_PARTS = 1 / 2, 5 / 4, 2 / 3, 4
 # At most so many times the mean number of tiles of a block of queries in its pattern add to one sum of dQ, or
 # `FEWEST_TILES`, if that is more.
 MOST_OVER_MEAN = 2
