@@ -319,10 +319,10 @@ def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
     layout: gl.constexpr = dk.type.layout
     # Hidden, so that addresses are not computed before the last tile, where they would be spilled.
     thread = hide_from_compiler(gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))))
-    chunk = hide_from_compiler(512 * gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    chunk = gl.arange(0, D // 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     value = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     sums = args.kv_sums_ptr + GROUP * (2 * 64 * D) + thread * 4
-    sums = sums[None, :, None] + chunk[:, None, None] + value[None, None, :]
+    sums = sums[None, :, None] + (chunk * 512)[:, None, None] + value[None, None, :]
     rank = item_field(args, index, RANK_OF_ITEM, 4)
     adding = item_field(args, index, ADDING, 4)
     kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
