@@ -30,12 +30,12 @@ from stof.kernels.hopper.backward_lists import (
     LONG_OVER_MEAN,
     LONGEST_OVER_MEAN,
     LONGEST_SHARE,
-    MOST_PARTS,
     PART_OVER_MEAN,
     SHORT_BLOCK,
     TILE,
     slots_of,
 )
+from stof.kernels.hopper.backward_lists import MOST_PARTS as _MOST_PARTS
 from stof.kernels.hopper.intrinsics import async_load, async_store, lane_number, reinterpret, shfl_idx, tile_layout
 from stof.kernels.hopper.tile_fetch import fetch_next
 
@@ -48,11 +48,12 @@ TILE_SIZE = gl.constexpr(len(TILE))
 ROW_BLOCK, SLOT, HEAD, HEADS, RANK_OF_ITEM, ADDING, PART, PARTS = (gl.constexpr(field) for field in ITEM)
 ITEM_SIZE = gl.constexpr(len(ITEM))
 # What is added to a work item in shared memory, and how many items there is room for, 32 fields each. There, `HEAD` is
-# not set, `PART` and `PARTS` are those of one of the last items, and `PART_SLOT` is the first slot for their sums.
+# not set, `PART` and `PARTS` say which part of one of the last items it is, and how many there are, and `PART_SLOT` is
+# the first slot for sums of these parts.
 BATCH_HEAD, BEGIN, END, PART_SLOT = (gl.constexpr(len(ITEM) + field) for field in range(4))
 ITEM_STAGES = gl.constexpr(2)
 _SHORT_BLOCK, _ITEM_COST = gl.constexpr(SHORT_BLOCK), gl.constexpr(ITEM_COST)
-PARTS_LIMIT, _PART_SLOTS = gl.constexpr(MOST_PARTS), gl.constexpr(slots_of(MOST_PARTS))
+MOST_PARTS, _PART_SLOTS = gl.constexpr(_MOST_PARTS), gl.constexpr(slots_of(_MOST_PARTS))
 _LAST_ITEMS, _LONG_OVER_MEAN, _PART_OVER_MEAN = (
     gl.constexpr(int(12 * share)) for share in (LAST_ITEMS, LONG_OVER_MEAN, PART_OVER_MEAN)
 )
@@ -203,7 +204,7 @@ def _part(args, begin, end, part, length):
     the same sums of dQ as the last tiles of another part of the block of keys before, and wait for it.
     """
     first_query = gl.load(args.tiles_ptr + begin * TILE_SIZE + Q_BLOCK)
-    # Search where queries begin again, or the end.
+    # Search for the first tile that continues at the first query; the end if there is none.
     low, high = begin, end
     while low < high:
         middle = (low + high) // 2
@@ -214,7 +215,7 @@ def _part(args, begin, end, part, length):
     # The first and the last part have between half and one and a half times the length.
     cut = (low - begin) % length
     cut = begin + gl.where(2 * cut < length, cut + length, cut)
-    parts = gl.minimum(1 + gl.maximum(2 * (end - cut) + length, 0) // (2 * length), PARTS_LIMIT)
+    parts = gl.minimum(1 + gl.maximum(2 * (end - cut) + length, 0) // (2 * length), MOST_PARTS)
     first = gl.where(part == 0, begin, cut + (part - 1) * length)
     return first, gl.where(part == parts - 1, end, cut + part * length), parts
 
@@ -265,7 +266,7 @@ def producer(args, config: gl.constexpr):
     heads_of_ticket, heads_at_once, last_items, mean_tiles = _schedule(args)
     # Each part of the last items has a ticket.
     first_split = args.all_heads // heads_of_ticket * args.items - last_items
-    tickets = first_split + last_items * PARTS_LIMIT
+    tickets = first_split + last_items * MOST_PARTS
     # A ticket, because the hardware does not promise to start thread blocks in order.
     ticket = shfl_idx(fetch_next(args.ticket_ptr, lane), 0)
     index = 0
@@ -273,15 +274,15 @@ def producer(args, config: gl.constexpr):
     kv_phase = 1
     while ticket < tickets:
         past_first = gl.maximum(ticket - first_split, 0)
-        number = gl.minimum(ticket, first_split + past_first // PARTS_LIMIT)
+        number = gl.minimum(ticket, first_split + past_first // MOST_PARTS)
         row_block, slot, bh, heads, rank, adding, begin, end = _item(args, number, heads_of_ticket, heads_at_once)
-        part = past_first % PARTS_LIMIT
+        part = past_first % MOST_PARTS
         parts = 1
         if (ticket >= first_split) & (12 * (end - begin) > _LONG_OVER_MEAN * mean_tiles):
             begin, end, parts = _part(args, begin, end, part, _PART_OVER_MEAN * mean_tiles // 12)
         if part < parts:
             mbarrier.wait(args.item_empty.index(index % ITEM_STAGES), ((index // ITEM_STAGES) & 1) ^ 1)
-            part_slot = args.first_part_slot + past_first // PARTS_LIMIT * _PART_SLOTS
+            part_slot = args.first_part_slot + past_first // MOST_PARTS * _PART_SLOTS
             field = gl.where(lane == BATCH_HEAD, bh, gl.where(lane == HEADS, heads, row_block))
             field = gl.where(lane == BEGIN, begin, gl.where(lane == END, end, field))
             field = gl.where(lane == SLOT, slot, gl.where(lane == PART_SLOT, part_slot, field))
@@ -344,8 +345,9 @@ def accumulator(args, STAGE: gl.constexpr):
         first_head = item_field(args, index, BATCH_HEAD, 1)
         heads = item_field(args, index, HEADS, 1)
         parts = item_field(args, index, PARTS, 1)
-        # All parts of an item count `MOST_PARTS` together.
-        counted = gl.where(item_field(args, index, PART, 1) == parts - 1, PARTS_LIMIT - parts + 1, 1)
+        # `convert_dq_kernel` waits for `MOST_PARTS` an item, because the host does not know how many parts it has: the
+        # last part counts those that are missing.
+        counted = gl.where(item_field(args, index, PART, 1) == parts - 1, MOST_PARTS - parts + 1, 1)
         mbarrier.arrive(args.item_empty.index(index % ITEM_STAGES), count=1)
         for bh in range(first_head, first_head + heads):
             _add_dq(args, bh, begin, end, first_stage, STAGE)

@@ -18,8 +18,8 @@ between two stages, through all of its items, and each warp has a stage.
 Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles, or all query heads
 of the key head one after another. Items share keys if query heads share a key head, or if the block is split. Then
 pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result. The last
-items may be split again when they are taken, so that thread blocks end together: each part has a ticket, and is treated
-as an item.
+items may be split into parts, so that thread blocks end together: each part has a ticket of its own, and their dK and
+dV are added first.
 
 Equal calls give equal bits, because pairs of items are the same in all calls, and tiles add to sums of dQ in a fixed
 order: each sum has a counter of the contributions that are complete, and the rank of a contribution is the number of
@@ -80,10 +80,10 @@ from stof.kernels.hopper.backward_copies import (
     HEADS,
     ITEM_STAGES,
     KEYS,
+    MOST_PARTS,
     PART,
     PART_SLOT,
     PARTS,
-    PARTS_LIMIT,
     Q_EMPTY,
     RANK_OF_ITEM,
     ROW_BLOCK,
@@ -310,9 +310,10 @@ def _in_accumulator(x, layout: gl.constexpr):
 def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
     """Add dK and dV of parts of an item, and of items that share keys; return the sums, and whether these are complete.
 
-    The items are subtrees of a binary tree, in order of rank, and their parts are its leaves. Of two subtrees, the one
-    that is complete first stores its sums and is done; the other one adds them to its own and goes on. So no item waits
-    for another one's tiles, and as `a + b` equals `b + a`, sums do not depend on which one is first.
+    Sums are taken in a binary tree in which each item, in order of rank, has `MOST_PARTS` leaves. Its parts are the
+    first ones of these; an item that is not split begins at its own node. Of two nodes, the one that is complete first
+    stores its sums and is done; the other one adds them to its own and goes on. So no thread block waits for another
+    one's tiles, and as `a + b` equals `b + a`, sums do not depend on which one is first.
     """
     D: gl.constexpr = dk.shape[1]
     dk, dv = _in_order(dk), _in_order(dv)
@@ -331,16 +332,17 @@ def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
     parts = item_field(args, index, PARTS, 4)
     slot_of_part = item_field(args, index, PART_SLOT, 4)
     complete = 1
-    leaves = gl.where(parts == 1, PARTS_LIMIT, 1)  # of this item's subtree, if complete
-    while leaves < adding * PARTS_LIMIT:
-        # The first leaf of either subtree, among the parts of an item or the items of a block of keys.
-        first = (rank * PARTS_LIMIT + part) // leaves * leaves
+    leaves = gl.where(parts == 1, MOST_PARTS, 1)  # under this thread block's node
+    while leaves < adding * MOST_PARTS:
+        # First leaves of this node and its neighbour; then their numbers among parts, or among items.
+        first = (rank * MOST_PARTS + part) // leaves * leaves
         other = first ^ leaves
-        of_parts = leaves < PARTS_LIMIT
-        first = gl.where(of_parts, first % PARTS_LIMIT, first // PARTS_LIMIT)
-        other = gl.where(of_parts, other % PARTS_LIMIT, other // PARTS_LIMIT)
+        of_parts = leaves < MOST_PARTS
+        first = gl.where(of_parts, first % MOST_PARTS, first // MOST_PARTS)
+        other = gl.where(of_parts, other % MOST_PARTS, other // MOST_PARTS)
         if other < gl.where(of_parts, parts, adding):
-            # Leaves of a pair share a slot; larger subtrees have that of their first pair, which is free again.
+            # Two neighbours share a slot, because only one of them stores. Nodes above have the slot of their first two
+            # parts or items, which is free again. A pair's counter has the number of the later one, minus 1.
             first_slot = gl.where(of_parts, slot_of_part, slot_of_item)
             counter_ptr = args.kv_counters_ptr + first_slot * 4 + (gl.maximum(first, other) - 1) * 2 + GROUP
             if gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu") == 0:
@@ -350,12 +352,12 @@ def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
                 thread_barrier()
                 gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
                 complete = 0
-                leaves = adding * PARTS_LIMIT
+                leaves = adding * MOST_PARTS
             else:
-                wait_count(counter_ptr, 3)  # two that came, and sums that are stored
-                others = sums + (first_slot + other // 2).to(gl.int64) * (2 * KEYS * D)
-                dk += gl.load(others, cache_modifier=".cg")
-                dv += gl.load(others + 64 * D, cache_modifier=".cg")
+                wait_count(counter_ptr, 3)  # two arrivals, and one more when the sums are stored
+                other_sums = sums + (first_slot + other // 2).to(gl.int64) * (2 * KEYS * D)
+                dk += gl.load(other_sums, cache_modifier=".cg")
+                dv += gl.load(other_sums + 64 * D, cache_modifier=".cg")
         leaves *= 2
     return dk, dv, complete
 

@@ -44,9 +44,11 @@ TILE = TileFields()
 class ItemFields(NamedTuple):
     """Where a work item of a key head holds what. Several items may share a block of keys.
 
+    A slot is float32 memory for dK and dV of a block of keys, where one of two items leaves its sums for the other.
+
     Attributes:
         row_block: its block of keys.
-        slot: the first slot for sums of dK and dV, if several items share the block.
+        slot: the first slot for sums of the items that share the block.
         head, heads: its first query head among those of the key head, and how many it goes through.
         rank, adding: how many items of the block add to dK and dV before it, and in all.
         part, parts: it has part `part` of `parts` of the block's tiles.
@@ -73,10 +75,10 @@ LONGEST_OVER_MEAN, LONGEST_SHARE = 3, 1 / 4
 # 3420 and 2836 us. Grouping also makes the last item longer, by (group - 1) * mean tiles, and saves each thread block
 # (group - 1) * ITEM_COST * key_blocks / blocks.
 SHORT_BLOCK, ITEM_COST = 24, 6
-# Under causal masks the longest items come last, and thread blocks would end up to one of these apart. So where blocks
-# of keys are not short, and the first one has more than `LONG_OVER_MEAN` times the mean number of tiles, those of the
-# last items that have as many are split into at most `MOST_PARTS` parts, of `PART_OVER_MEAN` times the mean. These are
-# `LAST_ITEMS` times the thread blocks.
+# Under causal masks the longest items come last, and thread blocks could end one of these apart. So of the last
+# `LAST_ITEMS * thread_blocks` items, those with more than `LONG_OVER_MEAN` times the mean number of tiles of a block of
+# keys are split into at most `MOST_PARTS` parts of about `PART_OVER_MEAN` times the mean: if the mean is more than
+# `SHORT_BLOCK`, and the first block of keys is as long. `MOST_PARTS` is a power of two.
 LAST_ITEMS, LONG_OVER_MEAN, PART_OVER_MEAN, MOST_PARTS = 1 / 2, 5 / 4, 2 / 3, 4
 # At most so many times the mean number of tiles of a block of queries in its pattern add to one sum of dQ, or
 # `FEWEST_TILES`, if that is more.
