@@ -64,7 +64,6 @@ NEWER_SPILLS = {
     "hopper pairs": 32,
     "hopper bias": 128,
     "hopper fp8": 64,
-    "hopper backward": 120,
     "backward fp32": 832,
     "backward sums": 32,
     "fill": 32,

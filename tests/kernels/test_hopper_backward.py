@@ -1,4 +1,4 @@
-"""The one-pass backward kernel of Hopper without a GPU: its lists, the kernels around it, and when it is chosen."""
+"""The one-pass backward kernel of Hopper without a GPU: its lists, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from stof.masks.tensors import as_mask
 from stof.selection import IMPLEMENTATIONS, CallSpec, MaskGeometry
 from stof.selection.backward_tilings import BackwardTiling, one_pass_load, one_pass_tile, one_pass_tilings
 from stof.selection.device_model import load_model
-from stof.testing import make_inputs
 from tests.examples import examples
 from tests.interpreter import IN_INTERPRETER
-from tests.kernels.gradients import expected_gradients
 from tests.strategies import dense_masks
 
 QUERIES = sorted(layout.block_n for layout in LAYOUTS.values())
@@ -210,15 +208,15 @@ def test_blocks_of_keys_that_all_queries_see_are_shared(heads: int, group: int) 
         of_block = items[items[:, ITEM.row_block] == block]
         assert of_block[:, ITEM.rank].tolist() == list(range(len(of_block)))
         assert of_block[:, ITEM.adding].tolist() == [len(of_block)] * len(of_block)
-        parts = int(of_block[0, ITEM.parts])
+        chunks = int(of_block[0, ITEM.chunks])
         covered = [
-            (head, part)
-            for _, _, first, count, _, _, part, _ in of_block.tolist()
+            (head, chunk)
+            for _, _, first, count, _, _, chunk, _ in of_block.tolist()
             for head in range(first, first + count)
         ]
-        assert sorted(covered) == [(head, part) for head in range(group) for part in range(parts)]
-        assert (parts > 1) == (tiles > longest_item(lists.counts, heads, 132))
-        assert (len(of_block) > 1) == (parts > 1 or (group > 1 and heads == 8))
+        assert sorted(covered) == [(head, chunk) for head in range(group) for chunk in range(chunks)]
+        assert (chunks > 1) == (tiles > longest_item(lists.counts, heads, 132))
+        assert (len(of_block) > 1) == (chunks > 1 or (group > 1 and heads == 8))
         if len(of_block) > 1:
             assert len(of_block[:, ITEM.slot].unique()) == 1
             taken += range(int(of_block[0, ITEM.slot]), int(of_block[0, ITEM.slot]) + slots_of(len(of_block)))
@@ -294,95 +292,6 @@ def test_layouts_that_the_kernel_cannot_read() -> None:
     ordered = build_layout(keep, 256, 256, LAYOUTS[128], row_order=named_order("remainder 2", 256))
     with pytest.raises(UnfitLayoutError, match="128 keys"):
         make_backward_lists(ordered)
-
-
-def computed(lists: BackwardLists, call: dict[str, Any], stats: Tensor, sums: Tensor) -> list[Tensor]:
-    """What the kernel computes, tile by tile in the order of its work items: `sums`, and dK and dV."""
-    q, k, v, d_out = (call[name].double() for name in ("q", "k", "v", "d_out"))
-    batch, heads, q_len, _ = q.shape
-    queries, group = lists.queries, heads // k.shape[1]
-    blocks = -(-q_len // queries)
-    padded = torch.nn.functional.pad
-    q, d_out = (padded(x, (0, 0, 0, blocks * queries - q_len)) for x in (q, d_out))
-    k, v = (padded(x, (0, 0, 0, lists.row_blocks * 128 - k.shape[2])) for x in (k, v))
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    # Half, columns / 8, warp, lane / 4, lane % 4, 2 rows 8 apart, 2 columns; halves are of columns or of queries.
-    fragments = sums.view(batch * heads, lists.sums, 2, 8, 4, 8, 4, 2, 2)
-    in_rows = (2, 5, 3, 0, 1, 4, 6) if queries == 64 else (0, 2, 5, 3, 1, 4, 6)
-    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
-        pattern = int(lists.pattern_of[b % len(lists.pattern_of), h % lists.pattern_of.shape[1]])
-        for block, fields in tiles_of(lists, pattern):
-            at = (b * heads + h) * blocks + fields[TILE.q_block]
-            rows, keys = (
-                slice(n * size, (n + 1) * size) for n, size in ((fields[TILE.q_block], queries), (block, 128))
-            )
-            lse, delta = stats.view(-1, 2, queries)[at].double()
-            scores = k[b, h // group, keys] @ q[b, h, rows].T * call["scale"]
-            p = torch.exp2(scores * 1.4426950408889634 - lse) * kept_scores(lists, fields)
-            ds = p * (v[b, h // group, keys] @ d_out[b, h, rows].T - delta)
-            dk[b, h // group, keys] += call["scale"] * ds @ q[b, h, rows]
-            dv[b, h // group, keys] += p @ d_out[b, h, rows]
-            dq = padded(ds.T @ k[b, h // group, keys], (0, WIDTH[queries] - q.shape[3])).float()
-            place = fragments[b * heads + h, fields[TILE.sum]].permute(in_rows)
-            dq = dq.view(place.shape)
-            place.copy_(dq + place if fields[TILE.rank] else dq)
-    return [x[:, :, : lists.kv_len].to(call["k"].dtype) for x in (dk, dv)]
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-@IN_INTERPRETER
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
-@given(data=st.data(), queries=st.sampled_from(QUERIES))
-@examples(12)
-def test_kernels_before_and_after(data: st.DataObject, queries: int) -> None:
-    """lse, delta, cleared counters and sums of dQ give the gradients, around a kernel in PyTorch that reads lists."""
-    pytest.importorskip("triton")
-    from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
-    from stof.kernels.torch.reference import reference_attention
-    from stof.kernels.triton.operands import Strides
-
-    keep = data.draw(drawn_masks(200))
-    batch, heads, q_len, kv_len = keep.shape
-    head_dim, option = data.draw(st.sampled_from([16, 40])), data.draw(st.sampled_from(["", "lse", "sinks"]))
-    inputs = make_inputs(batch=batch, heads=heads, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-    q, k, v = inputs.qkv
-    call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": 0.3, "keep": keep}
-    d_lse = torch.randn(batch, heads, q_len) if option == "lse" else None
-    sinks = torch.randn(heads) * 3 if option == "sinks" else None
-    lists = lists_of(keep, queries)
-    out, lse = reference_attention(q, k, v, keep, scale=0.3, sinks=sinks)
-    of_sinks = torch.full((batch, heads, -(-q_len // queries) * queries), torch.nan)
-    blocks = batch * heads * -(-q_len // queries)
-    stats, counters = (
-        torch.full((blocks * 2 * queries,), torch.nan),
-        torch.full((2 + batch * heads * (lists.sums + 1) + 2,), 7, dtype=torch.int32),
-    )
-    sums, dq = (
-        torch.full((batch * heads * lists.sums * queries, WIDTH[queries]), torch.nan),
-        torch.full_like(q, torch.nan),
-    )
-    sizes = heads, q_len, -(-q_len // queries)
-    stride_out, stride_d_out = (Strides(*x.stride()[:3]) for x in (out, call["d_out"]))
-    optional = [lse.float() if x is None else x for x in (d_lse, sinks)]
-    backward_rows_kernel[(blocks,)](
-        out, call["d_out"], lse.float(), *optional, of_sinks, stats, counters, stride_out, stride_d_out, *sizes,
-        len(counters), 1 << (len(counters) // blocks).bit_length(), queries, head_dim, WIDTH[queries], option == "lse",
-        option == "sinks", False,
-    )  # fmt: skip
-    assert not counters.any()
-    dk, dv = computed(lists, call, stats, sums)
-    mask_batch, mask_heads = lists.pattern_of.shape
-    counters[2 + batch * heads * lists.sums :][: batch * heads] = 6
-    convert_dq_kernel[(min(3, blocks),)](
-        sums, dq, counters, lists.sum_ptr, lists.pattern_of, Strides(*dq.stride()[:3]), *sizes, batch * heads, 6,
-        lists.sums,
-        mask_heads * int(mask_batch > 1), int(mask_heads > 1), 0.3, queries, head_dim, WIDTH[queries], False,
-    )  # fmt: skip
-    options = {"d_lse": d_lse, "sinks": sinks}
-    expected = expected_gradients(call | {name: x for name, x in options.items() if x is not None})
-    made_sinks = [] if sinks is None else [(-of_sinks.sum((0, 2)), "sinks")]
-    for made, name in ((dq, "q"), (dk, "k"), (dv, "v"), *made_sinks):
-        torch.testing.assert_close(made, getattr(expected, name).to(made.dtype), rtol=1e-4, atol=1e-4)
 
 
 def tilings(mask: masks.Mask, call: CallSpec = CALL) -> tuple[BackwardTiling, ...]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -26,6 +25,7 @@ from stof.kernels.hopper.backward_lists import (
     split_blocks,
 )
 from stof.kernels.hopper.backward_rows import backward_rows_kernel, convert_dq_kernel
+from stof.kernels.hopper.backward_tickets import TICKET_SIZE
 from stof.kernels.hopper.binding import Window, multiprocessors, readable
 from stof.kernels.hopper.config import BackwardConfig, padded_width
 from stof.kernels.implementation import BackwardCall, Gradients, NeedsGrad, Options
@@ -33,9 +33,8 @@ from stof.kernels.triton.operands import Strides
 from stof.runtime.launch import Launch, TensorMap
 from stof.runtime.pdl import supports_pdl
 
-# What TMA wants addresses to be multiples of, in bytes, and where kernels count rows in 32 bits.
-_ALIGNED = 16
-_MOST_ROWS = 2**31
+_ALIGNED = 16  # TMA takes addresses that are multiples of so many bytes
+_MOST_ROWS = 2**31  # coordinates of TMA have 32 bits
 # Most thread blocks of `convert_dq_kernel` for each multiprocessor.
 _CONVERTERS = 8
 
@@ -149,14 +148,19 @@ class _Kernels:
         processors = multiprocessors(device)
         split = split_blocks(lists, batch * heads, heads // kv_heads, processors)
         items, slots = lists.row_blocks, lists.row_blocks * slots_of(heads // kv_heads)
-        items_of_head = items
+        items_of_head, all_items, heads_of_items = items, batch * heads * items, 0
         if split is not None:
             items, slots = len(split), int(split[-1, ITEM.slot]) + slots_of(int(split[-1, ITEM.adding]))
-            items_of_head = int(split[:, ITEM.heads].sum()) * kv_heads // heads
-        programs = min(batch * heads * items * MOST_PARTS, processors)
-        first_part_slot = all_slots = batch * kv_heads * slots
-        if len(lists.tiles) > SHORT_BLOCK * (len(lists.row_block_ptr) - 1):  # the kernel may split the last items
-            all_slots += min(int(LAST_ITEMS * programs), batch * heads * items) * slots_of(MOST_PARTS)
+            items_of_head, all_items = int(split[:, ITEM.heads].sum()) * kv_heads // heads, batch * kv_heads * items
+            heads_of_items = int(split[:, ITEM.heads].max())
+        programs = min(all_items * MOST_PARTS, processors)  # all items may be split
+        last_items = 0  # an upper bound of what the device chooses (`_schedule` in `backward_tickets`)
+        if len(lists.tiles) > SHORT_BLOCK * (len(lists.row_block_ptr) - 1):
+            last_items = min(int(LAST_ITEMS * programs), all_items)
+        first_part_slot = batch * kv_heads * slots
+        all_slots = first_part_slot + last_items * slots_of(MOST_PARTS)
+        # With at least one end ticket for each thread block.
+        self.tickets = (all_items + last_items * (MOST_PARTS - 1) + programs, TICKET_SIZE.value)
         self.stats, self.of_sinks = (blocks, 2 * queries), (batch, heads, q_blocks * queries)
         self.counters = 2 + batch * heads * (lists.sums + 1) + 4 * all_slots
         self.kv_sums = (all_slots, 2, KEYS_OF_BLOCK, width)
@@ -165,29 +169,31 @@ class _Kernels:
             raise UnfitLayoutError(f"{self.sums[0]} rows of dQ are more than 32-bit coordinates reach")
         of_d_out = Strides(*d_out.stride()[:3])
         sizes = heads, q_len, q_blocks
-        launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
-        self.rows = launch(
-            backward_rows_kernel, blocks, (), (Strides(*out.stride()[:3]), of_d_out, *sizes, self.counters),
-            (triton.next_power_of_2(-(-self.counters // blocks)), queries, head_dim, width, has_d_lse,
-             options.sinks is not None, pdl),
-        )  # fmt: skip
         mask_batch, mask_heads = lists.pattern_of.shape
         mask_strides = mask_heads * int(mask_batch > 1), int(mask_heads > 1)
+        patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
+        launch = partial(Launch, num_warps=4, use_pdl=pdl, device=device)
+        self.rows = launch(
+            backward_rows_kernel,
+            blocks,
+            (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.pattern_of),
+            (Strides(*out.stride()[:3]), of_d_out, *sizes, self.counters, self.tickets[0], programs, items,
+             heads_of_items, slots, first_part_slot, lists.row_blocks, patterns, batch * heads,
+             heads // kv_heads, *mask_strides),
+            (queries, head_dim, width, has_d_lse, options.sinks is not None, pdl),
+        )  # fmt: skip
         self.convert = launch(
             convert_dq_kernel, min(blocks, _CONVERTERS * processors), (lists.sum_ptr, lists.pattern_of),
             (gradients.q, *sizes, batch * heads, 2 * MOST_PARTS * items_of_head, lists.sums, *mask_strides,
              float(options.scale)),
             (queries, head_dim, width, pdl),
         )  # fmt: skip
-        patterns = (len(lists.row_block_ptr) - 1) // lists.row_blocks
         score_scale = options.scale * math.log2(math.e) * (2 / options.softcap if options.softcap else 1)
         self.main = launch(
             backward_kernel,
             programs,
-            (lists.tiles if split is None else split.to(device), lists.tiles, lists.row_block_ptr, lists.bitmaps,
-             lists.pattern_of),
-            (items, int(split is not None), slots, first_part_slot, lists.row_blocks, patterns, heads, batch * heads,
-             heads // kv_heads, *mask_strides, q_blocks, lists.sums, kv_len, gradients.k, gradients.v,
+            (lists.tiles, lists.bitmaps),
+            (heads, batch * heads, heads // kv_heads, q_blocks, lists.sums, kv_len, gradients.k, gradients.v,
              float(options.scale), score_scale, options.softcap * math.log2(math.e)),
             (BackwardConfig(width, head_dim, queries, options.softcap > 0), pdl),
             windows=(
@@ -208,8 +214,9 @@ class _Kernels:
         counters = torch.empty(self.counters, dtype=torch.int32, device=lse.device)
         of_sinks = lse if sinks is None else lse.new_empty(self.of_sinks)
         optional = [lse if x is None else x for x in (d_lse, sinks)]
-        self.rows(out, inputs[3], lse, *optional, of_sinks, stats, counters)
+        tickets = torch.empty(self.tickets, dtype=torch.int32, device=lse.device)
+        self.rows(out, inputs[3], lse, *optional, of_sinks, stats, counters, tickets)
         kv_sums = lse.new_empty(self.kv_sums) if self.kv_sums[0] else lse
-        self.main(dk, dv, kv_sums, counters, bases=(*inputs, stats, sums))
+        self.main(dk, dv, kv_sums, counters, tickets, bases=(*inputs, stats, sums))
         self.convert(sums, dq, counters)
         return None if sinks is None else -of_sinks.sum((0, 2)).to(sinks.dtype)

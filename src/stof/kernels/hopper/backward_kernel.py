@@ -15,17 +15,17 @@ dQ needs all 128 keys: both warpgroups write dS to shared memory, and each compu
 at D 64 of the queries. Two warps add dQ to float32 sums in memory by TMA, in turn: a thread block's tiles alternate
 between two stages, through all of its items, and each warp has a stage.
 
-Thread blocks are persistent. A work item is a block of keys and a query head, or part of its tiles, or all query heads
-of the key head one after another. Items share keys if query heads share a key head, or if the block is split. Then
-pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result. The last
-items may be split into parts, so that thread blocks end together: each part has a ticket of its own, and their dK and
-dV are added first.
+Thread blocks are persistent. A work item is a block of keys and a query head, or a chunk of its tiles, or all query
+heads of the key head one after another. Items share keys if query heads share a key head, or if the block is cut into
+chunks. Then pairs of them add their dK and dV, then pairs of pairs, in float32 memory; the last one stores the result.
+The last items may be split into parts, so that thread blocks end together: each part has a ticket of its own, and their
+dK and dV are added first.
 
 Equal calls give equal bits, because pairs of items are the same in all calls, and tiles add to sums of dQ in a fixed
 order: each sum has a counter of the contributions that are complete, and the rank of a contribution is the number of
 those before it. Rank 0 overwrites the sum, so sums need not be cleared; counters are zero at first.
-Work items are taken by tickets. An item waits only for contributions of items with smaller tickets
-(`backward_lists.py`), which have started: so all of them end, whatever the number of multiprocessors.
+Work items are taken by tickets (`backward_tickets.py`). An item waits only for contributions of items with smaller
+tickets (`backward_lists.py`), which have started: so all of them end, whatever the number of multiprocessors.
 
 | barrier    | stages | producer warp               | consumer warpgroups               | accumulator warps         |
 |------------|--------|-----------------------------|-----------------------------------|---------------------------|
@@ -70,17 +70,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from stof.kernels.hopper.backward_copies import (
     ADDING,
-    BATCH_HEAD,
     BITMAP,
     CONSUMERS,
     DQ_COLUMNS,
     DQ_FULL,
     DQ_ROWS,
     DS_FULL,
+    HEAD,
     HEADS,
     ITEM_STAGES,
     KEYS,
-    MOST_PARTS,
     PART,
     PART_SLOT,
     PARTS,
@@ -99,6 +98,7 @@ from stof.kernels.hopper.backward_copies import (
     wait_item,
 )
 from stof.kernels.hopper.backward_intrinsics import arrive_named, wait_count, wait_named
+from stof.kernels.hopper.backward_tickets import MOST_PARTS
 from stof.kernels.hopper.intrinsics import (
     bit_layout,
     hide_from_compiler,
@@ -112,10 +112,7 @@ from stof.kernels.hopper.softmax import kept, tanh_by_exp2
 from stof.runtime.pdl import launch_next, wait_previous
 
 # Arguments that are often 1. Specialised for 1, `heads_per_group` makes Triton 3.6 fail.
-_COUNTS = [
-    "items", "has_items", "slots", "first_part_slot", "row_blocks", "patterns", "heads", "all_heads", "heads_per_group",
-    "mask_b", "mask_h", "q_blocks", "sums",
-]  # fmt: skip
+_COUNTS = ["heads", "all_heads", "heads_per_group", "q_blocks", "sums"]
 
 
 @gluon.jit
@@ -326,8 +323,7 @@ def _sum_over_items(args, index, dk, dv, GROUP: gl.constexpr):
     sums = sums[None, :, None] + (chunk * 512)[:, None, None] + value[None, None, :]
     rank = item_field(args, index, RANK_OF_ITEM, 4)
     adding = item_field(args, index, ADDING, 4)
-    kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
-    slot_of_item = kv_head * args.slots + item_field(args, index, SLOT, 4)
+    slot_of_item = item_field(args, index, SLOT, 4)
     part = item_field(args, index, PART, 4)
     parts = item_field(args, index, PARTS, 4)
     slot_of_part = item_field(args, index, PART_SLOT, 4)
@@ -370,7 +366,7 @@ def _store(args, index, dk, dv, GROUP: gl.constexpr, config: gl.constexpr):
     layout: gl.constexpr = dk.type.layout
     dtype: gl.constexpr = args.q_smem.dtype
     row_block = item_field(args, index, ROW_BLOCK, 4)
-    batch_kv_head = item_field(args, index, BATCH_HEAD, 4) // args.heads_per_group
+    batch_kv_head = item_field(args, index, HEAD, 4) // args.heads_per_group
     dk, dv, complete = _sum_over_items(args, index, dk, dv, GROUP)
     if complete > 0:
         kv_heads = args.heads // args.heads_per_group
@@ -405,22 +401,12 @@ def backward_kernel(
     counters_ptr,  # [2 + B * H * (sums + 1) + 4 * all slots] int32, zero: what `convert_dq_kernel` took; items that
     #                were taken; additions to each sum of dQ; of each head, `MOST_PARTS` for each item that an
     #                accumulator warp ended; and of pairs of sums of dK and dV, by each warpgroup
-    items_ptr,  # int32 [items, 8], fields as `ItemFields`; read with `has_items`; without, an item is a block of keys
-    tiles_ptr,  # this and the next three: tensors of `BackwardLists`
-    row_block_ptr,
+    tickets_ptr,  # int32 [tickets, TICKET_SIZE], fields as `TicketFields`
+    tiles_ptr,  # this and the next one: tensors of `BackwardLists`
     bitmaps_ptr,
-    pattern_of_ptr,
-    items,  # of a key head with `has_items`, else blocks of keys
-    has_items,
-    slots,  # of a key head
-    first_part_slot,  # of the last items
-    row_blocks,
-    patterns,
     heads,
     all_heads,  # B * H
     heads_per_group,
-    mask_b,
-    mask_h,
     q_blocks,  # of a head
     sums,  # of dQ, of a head
     kv_len,
@@ -467,18 +453,14 @@ def backward_kernel(
     fence_async_shared()
     args = BackwardArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, d_out_desc=d_out_desc, stats_desc=stats_desc, dq_desc=dq_desc,
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, ticket_ptr=counters_ptr + 1,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, kv_sums_ptr=kv_sums_ptr, next_ticket_ptr=counters_ptr + 1,
         dq_counters_ptr=counters_ptr + 2, head_counters_ptr=counters_ptr + 2 + sums * all_heads,
-        kv_counters_ptr=counters_ptr + 2 + (sums + 1) * all_heads, items_ptr=items_ptr, tiles_ptr=tiles_ptr,
-        row_block_ptr=row_block_ptr, bitmaps_ptr=bitmaps_ptr, pattern_of_ptr=pattern_of_ptr, q_smem=q_smem,
-        k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem, stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem,
-        items_smem=items_smem, item_full=item_full, item_empty=item_empty, kv_full=kv_full, k_empty=k_empty,
-        v_empty=v_empty, q_full=q_full, dq_empty=dq_empty, items=items, has_items=has_items,
-        slots=slots, first_part_slot=first_part_slot, row_blocks=row_blocks, patterns=patterns, heads=heads,
-        all_heads=all_heads, heads_per_group=heads_per_group, mask_b=mask_b, mask_h=mask_h, q_blocks=q_blocks,
-        sums=sums, kv_len=kv_len,
-        stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale,
-        softcap=softcap,
+        kv_counters_ptr=counters_ptr + 2 + (sums + 1) * all_heads, tickets_ptr=tickets_ptr, tiles_ptr=tiles_ptr,
+        bitmaps_ptr=bitmaps_ptr, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, d_out_smem=d_out_smem,
+        stats_smem=stats_smem, ds_smem=ds_smem, dq_smem=dq_smem, items_smem=items_smem, item_full=item_full,
+        item_empty=item_empty, kv_full=kv_full, k_empty=k_empty, v_empty=v_empty, q_full=q_full, dq_empty=dq_empty,
+        heads=heads, heads_per_group=heads_per_group, q_blocks=q_blocks, sums=sums, kv_len=kv_len,
+        stride_dk=stride_dk, stride_dv=stride_dv, scale=scale, score_scale=score_scale, softcap=softcap,
     )  # fmt: skip
     gl.warp_specialize(
         [(_consumer, (args, 0, CONFIG)), (_consumer, (args, 1, CONFIG)), (producer, (args, CONFIG)),

@@ -51,7 +51,7 @@ class ItemFields(NamedTuple):
         slot: the first slot for sums of the items that share the block.
         head, heads: its first query head among those of the key head, and how many it goes through.
         rank, adding: how many items of the block add to dK and dV before it, and in all.
-        part, parts: it has part `part` of `parts` of the block's tiles.
+        chunk, chunks: it has chunk `chunk` of `chunks` of the block's tiles.
     """
 
     row_block: int = 0
@@ -60,13 +60,13 @@ class ItemFields(NamedTuple):
     heads: int = 3
     rank: int = 4
     adding: int = 5
-    part: int = 6
-    parts: int = 7
+    chunk: int = 6
+    chunks: int = 7
 
 
 ITEM = ItemFields()
 # Of one query head, a work item has at most so many times the mean number of tiles of a block of keys, this share of
-# the tiles that a thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are split.
+# the tiles that a thread block has in all, or `FEWEST_TILES`, whichever is most. Blocks with more are cut into chunks.
 LONGEST_OVER_MEAN, LONGEST_SHARE = 3, 1 / 4
 # A work item has all query heads of its key head, whose masks are the same, and adds to dK and dV once, if blocks of
 # keys have at most `SHORT_BLOCK` tiles in the mean. With 32 / 8 heads of 128 and 8192 tokens, window 512, mean 10,
@@ -145,7 +145,7 @@ def longest_item(counts: Tensor, heads: int, blocks: int) -> int:
 def longest_group(mean: float, key_blocks: int, blocks: int) -> float:
     """Return the most tiles of a block of keys whose query heads are one work item; 0 if each head is one.
 
-    For lists whose items are not made on the host, the kernel estimates the same (`_schedule` in `backward_copies`).
+    For lists whose items are not made on the host, the device estimates the same (`_schedule` in `backward_tickets`).
 
     Args:
         mean: tiles of a block of keys in the mean.
@@ -163,7 +163,7 @@ def slots_of(adding: int) -> int:
 
 
 def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> Tensor | None:
-    """Return the work items of a key head if they differ in heads or parts, so that no thread block ends late.
+    """Return the work items of a key head if they differ in heads or chunks, so that no thread block ends late.
 
     Args:
         lists: the lists of the mask.
@@ -177,20 +177,20 @@ def split_blocks(lists: BackwardLists, heads: int, group: int, blocks: int) -> T
     """
     if lists.counts is None:
         return None
-    counts, parts = lists.counts.tolist(), parts_of(lists.counts, longest_item(lists.counts, heads, blocks)).tolist()
+    counts, chunks = lists.counts.tolist(), parts_of(lists.counts, longest_item(lists.counts, heads, blocks)).tolist()
     longest = 0.0
     if group > 1 and lists.pattern_of.shape[1] == 1:
         longest = longest_group(sum(counts) / len(counts), heads // group * len(counts), blocks)
-    if max(parts) == 1 and (not longest or max(counts) <= longest):
+    if max(chunks) == 1 and (not longest or max(counts) <= longest):
         return None
     items, slots = [], 0
-    for row_block in reversed(range(len(parts))):
-        tiles, of_block = counts[row_block], parts[row_block]
+    for row_block in reversed(range(len(chunks))):
+        tiles, of_block = counts[row_block], chunks[row_block]
         at_once = group if tiles <= longest and of_block == 1 else 1
         adding = of_block * group // at_once
         for rank in range(adding):
-            part, head = divmod(rank, group // at_once)
-            items.append((row_block, slots, head * at_once, at_once, rank, adding, part, of_block))
+            chunk, head = divmod(rank, group // at_once)
+            items.append((row_block, slots, head * at_once, at_once, rank, adding, chunk, of_block))
         slots += slots_of(adding)
     return torch.tensor(items, dtype=torch.int32)
 

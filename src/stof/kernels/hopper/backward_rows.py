@@ -1,4 +1,4 @@
-"""What runs before and after the backward kernel of Hopper: numbers of each query row, and dQ in 16 bits."""
+"""What runs before and after the backward kernel of Hopper: lse, delta and tickets; dQ in 16 bits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from stof.kernels.hopper.backward_tickets import TicketArgs, write_tickets
 from stof.runtime.pdl import launch_next, launch_next_and_wait, wait_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Arguments that differ between masks. No value of theirs, such as 1, makes Triton compile the kernel anew.
+_OF_MASK = [
+    "counters", "tickets", "thread_blocks", "items", "heads_of_items", "slots", "first_part_slot", "row_blocks",
+    "patterns", "all_heads", "heads_per_group", "mask_b", "mask_h",
+]  # fmt: skip
+_COUNTERS = tl.constexpr(128)  # that a program clears at a time
+
+
+@triton.jit(do_not_specialize=_OF_MASK)
 @no_type_check
 def backward_rows_kernel(
     out_ptr,  # [B, H, Sq, D]
@@ -22,14 +31,30 @@ def backward_rows_kernel(
     sinks_ptr,  # [H]
     of_sink_ptr,  # [B * H * blocks of queries, ROWS] float32: minus the row's gradient of its sink
     stats_ptr,  # [B * H * blocks of queries, 2, ROWS] float32: lse, delta
-    counters_ptr,  # int32 [counters], at most COUNTERS a program
+    counters_ptr,  # int32 [counters], of `backward_kernel`
+    tickets_ptr,  # int32 [tickets, TICKET_SIZE], fields as `TicketFields`
+    items_ptr,  # int32 [items, 8], fields as `ItemFields`; read if `heads_of_items` is not 0
+    tiles_ptr,  # this and the next two: tensors of `BackwardLists`
+    row_block_ptr,
+    pattern_of_ptr,
     stride_out,  # `Strides`; columns are contiguous
     stride_d_out,
     heads,
     q_len,
     q_blocks,
     counters,
-    COUNTERS: tl.constexpr,
+    tickets,  # with at least one end ticket for each thread block
+    thread_blocks,  # of `backward_kernel`
+    items,  # of a key head; if `heads_of_items` is 0, blocks of keys
+    heads_of_items,  # most query heads of an item; 0 if an item is a block of keys, with one query head or a group
+    slots,  # for sums of dK and dV, of a key head
+    first_part_slot,  # the first slot for sums of parts
+    row_blocks,
+    patterns,
+    all_heads,  # B * H
+    heads_per_group,
+    mask_b,
+    mask_h,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -39,10 +64,20 @@ def backward_rows_kernel(
 ):
     """Write lse in units of log 2 and `delta = rowsum(d_out * out) - d_lse` of a block of queries; clear counters.
 
+    The first programs also write the tickets of `backward_kernel`.
+
     lse is +inf where a row keeps nothing or does not exist: its weights are 0 then. It counts the sink, whose gradient
     is `-weight * delta`. With a sink there is no d_lse.
     """
     launch_next_and_wait(USE_PDL)
+    ticket_args = TicketArgs(
+        tickets_ptr=tickets_ptr, items_ptr=items_ptr, tiles_ptr=tiles_ptr, row_block_ptr=row_block_ptr,
+        pattern_of_ptr=pattern_of_ptr, tickets=tickets, thread_blocks=thread_blocks, items=items,
+        heads_of_items=heads_of_items, slots=slots, first_part_slot=first_part_slot, row_blocks=row_blocks,
+        patterns=patterns, heads=heads, all_heads=all_heads, heads_per_group=heads_per_group, mask_b=mask_b,
+        mask_h=mask_h,
+    )  # fmt: skip
+    write_tickets(ticket_args)
     block = tl.program_id(0)
     group = block // q_blocks
     r = tl.arange(0, ROWS)
@@ -56,7 +91,7 @@ def backward_rows_kernel(
     out = tl.load(out_base + at * stride_out.s + d[None, :], mask=mask, other=0.0).to(tl.float32)
     d_out = tl.load(d_out_base + at * stride_d_out.s + d[None, :], mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + group.to(tl.int64) * q_len + row, mask=ok, other=float("-inf"))
-    some = lse != float("-inf")  # or NaN
+    some = lse != float("-inf")  # also if it is NaN
     delta = tl.where(some, tl.sum(out * d_out, 1), 0.0)
     if HAS_D_LSE:
         d_lse = tl.load(d_lse_ptr + group.to(tl.int64) * q_len + row, mask=ok, other=0.0)
@@ -71,11 +106,12 @@ def backward_rows_kernel(
     stats = stats_ptr + block.to(tl.int64) * (2 * ROWS) + r
     tl.store(stats, tl.where(some, lse * LOG2E, float("inf")))
     tl.store(stats + ROWS, delta)
-    counter = block * COUNTERS + tl.arange(0, COUNTERS)
-    tl.store(counters_ptr + counter, 0, mask=counter < counters)
+    for first in range(block * _COUNTERS, counters, tl.num_programs(0) * _COUNTERS):
+        counter = first + tl.arange(0, _COUNTERS)
+        tl.store(counters_ptr + counter, 0, mask=counter < counters)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_heads", "additions", "sums", "mask_b", "mask_h"])
 @no_type_check
 def convert_dq_kernel(
     sums_ptr,  # [B, H, sums, 2, 8, 4, 8, 4, 2, 2] float32, see below
