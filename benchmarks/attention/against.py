@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Change:
-    """One cell: microseconds of a call on the GPU in both checkouts, and the median ratio new / old of the rounds."""
+    """One cell: microseconds of a pass on the GPU in both checkouts, and the median ratio new / old of the rounds."""
 
     mask: str
     shape: str
@@ -57,9 +57,11 @@ class _Worker:
 
 
 def changes(
-    old: Path, cells: Sequence[tuple[str, str]], caches: Path, rounds: int, report: Callable[[str], None]
+    old: Path, passes: str, cells: Sequence[tuple[str, str]], caches: Path, rounds: int, report: Callable[[str], None]
 ) -> list[Change]:
     """Time each cell, a mask's name and a shape as `Shape.parse` reads it, in turn with `old` and with this checkout.
+
+    `passes` is "forward" or "backward".
 
     Raises:
         ArgumentError: `old` is not a checkout of stof.
@@ -73,7 +75,7 @@ def changes(
             stack.callback(worker.end)
         for mask, shape in cells:
             for worker in pair:
-                worker.ask(f"prepare {mask} {shape}")
+                worker.ask(f"prepare {passes} {mask} {shape}")
             answers = [worker.answer() for worker in pair]
             if answers != ["ready", "ready"]:
                 report(f"{mask} {shape}: old {answers[0]}, new {answers[1]}")

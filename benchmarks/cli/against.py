@@ -16,8 +16,11 @@ def against(
         str, typer.Option(help="B,H,D,S or B,H,Hkv,D,Sq,Skv, separated by spaces. Default: the grid's.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are reported.")] = 9,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Time backward passes instead of forward passes.")
+    ] = False,
 ) -> None:
-    """Time the attention grid with two checkouts of stof in turn, each call checked against float64 (fp16, one GPU)."""
+    """Time the attention grid with two checkouts of stof in turn, each cell checked against float64 (fp16, one GPU)."""
     import math
 
     import torch
@@ -34,8 +37,10 @@ def against(
     wanted = [str(shape) for shape in (shapes or GPU_SHAPES).split() if Shape.parse(shape)]
     cells = [(grid_mask(mask).name, shape) for shape in wanted for mask in masks.split() or GRID]
     with tempfile.TemporaryDirectory() as caches:
-        found = changes(old, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
-    table = Table(title=f"Attention with {old} and with this checkout, {torch.cuda.get_device_name()}, us per call")
+        passes = "backward" if backward else "forward"
+        found = changes(old, passes, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
+    device = torch.cuda.get_device_name()
+    table = Table(title=f"Attention, {passes} passes with {old} and with this checkout, {device}, us per pass")
     for heading in ("mask", "shape", "old", "new", "new / old"):
         table.add_column(heading)
     for cell in found:
