@@ -80,8 +80,8 @@ _TICKETS = tl.constexpr(128)
 # What tickets are made of, see `backward_rows_kernel`.
 TicketArgs = namedtuple(
     "TicketArgs",
-    "tickets_ptr items_ptr tiles_ptr row_block_ptr pattern_of_ptr tickets thread_blocks items heads_of_items "
-    "slots first_part_slot row_blocks patterns heads all_heads heads_per_group mask_b mask_h",
+    "tickets_ptr items_ptr tiles_ptr row_block_ptr pattern_of_ptr tickets thread_blocks items heads_of_items slots "
+    "first_part_slot row_blocks patterns heads all_heads heads_per_group mask_b mask_h",
 )
 
 
@@ -183,9 +183,9 @@ def _part(args, begin, end, is_split, part, length):
     """Return parts of items' tiles, `(begin, end)`, and how many parts an item has; items that are not split have one.
 
     Cuts are whole lengths away from the tile at which an item's queries start over (see `BackwardLists`), or from its
-    end if they do not. So items that are equally long are cut at the same queries. Were they cut at the same shares,
-    most parts would begin with tiles that add to the same sums of dQ as the last tiles of another part of the block of
-    keys before, and wait for it.
+    end if they do not: so items are cut at the same queries. Were they cut at the same shares, most parts would begin
+    with tiles that add to the same sums of dQ as the last tiles of another part of the block of keys before, and wait
+    for it. Items that would have more than `MOST_PARTS` parts have longer ones.
     """
     first_query = tl.load(args.tiles_ptr + begin * _TILE_SIZE + _Q_BLOCK, mask=is_split, other=0)
     # Search for the first tile whose queries are before those of the item's first tile; the end if there is none.
