@@ -125,6 +125,29 @@ def test_what_nothing_sees_is_read_as_zeros() -> None:
         assert not read.base[:, :, last:].any()
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensors_whose_columns_are_apart_are_copied(step: int) -> None:
+    """TMA reads contiguous columns, and so does the kernel of lse and delta; others are read in place."""
+    from stof.kernels.hopper import backward
+    from tests.kernels.assemble import Recorded
+
+    tensors = [torch.randn(1, 2, 128, 64 * step).half()[..., ::step] for _ in range(5)]
+    q, k, v, out, d_out = tensors
+    record, keep = Recorded(), torch.ones(1, 1, 128, 128, dtype=torch.bool)
+    with mock.patch.object(backward, "Launch", record.make):
+        call = backward.bind_backward(q, k, v, out, d_out, None, lists_of(keep, 128), Options(0.1, 0.0), NeedsGrad())
+        call(q, k, v, out, torch.zeros(1, 2, 128), d_out, None, None, None)
+    rows, main = record.made[0], next(launch for launch in record.made if launch.maps)
+    for read, tensor in [
+        *((tensor_map and tensor_map.base, x) for tensor_map, x in zip(main.maps, (q, k, v, d_out), strict=False)),
+        *zip(rows.tensors, (out, d_out), strict=False),
+    ]:
+        assert read is not None
+        assert read.stride(3) == 1
+        assert (read.data_ptr() == tensor.data_ptr()) == (step == 1)
+        assert torch.equal(read, tensor)
+
+
 def test_query_heads_of_one_key_head_that_see_other_keys() -> None:
     from stof.kernels.hopper.backward import bind_backward
 
