@@ -25,7 +25,7 @@ TOLERANCE = 5e-3
 GRAPH_US = 10_000
 
 
-def prepare(which: str, name: str, shape: Shape) -> Callable[[], float]:
+def prepare(passes: str, name: str, shape: Shape) -> Callable[[], float]:
     """Check a pass, and return what times it: microseconds of one pass, replayed from a CUDA graph."""
     torch.manual_seed(0)
     query = (shape.batch, shape.heads, shape.q_len, shape.head_dim)
@@ -33,7 +33,7 @@ def prepare(which: str, name: str, shape: Shape) -> Callable[[], float]:
     q, k, v, d_out = (torch.randn(size, device="cuda", dtype=torch.float16) for size in (query, key, key, query))
     mask = grid_mask(name).mask(shape.q_len)
     keep = mask.to_dense(shape.q_len, shape.kv_len, device="cuda")
-    call = _forward(q, k, v, mask, keep) if which == "forward" else _backward(q, k, v, d_out, mask, keep)
+    call = _forward(q, k, v, mask, keep) if passes == "forward" else _backward(q, k, v, d_out, mask, keep)
     calls = 3
     one = _elapsed_us(_graph(call, calls)) / calls
     calls = max(3, min(500, int(GRAPH_US / one)))

@@ -89,15 +89,15 @@ def work_of(launched: Launches, lists: BackwardLists) -> list[list[int]]:
     covered: Counter[tuple[int, int, int]] = Counter()
     written: Counter[tuple[int, int]] = Counter()
     items, sharing = defaultdict(list), defaultdict(set)
-    items_of_head: Counter[int] = Counter()
+    additions_of_head: Counter[int] = Counter()
     for ticket in work:
         row_block, slot, head, count, rank, adding, begin, end, part, parts, part_slot = ticket[: len(TICKET)]
         items[head // group, row_block, rank].append((part, parts, part_slot if parts > 1 else 0))
         sharing[head // group, row_block].add((slot if adding > 1 else 0, adding))
         for bh in range(head, head + count):
-            items_of_head[bh] += int(MOST_PARTS) if part == parts - 1 == 0 else 1
+            additions_of_head[bh] += int(MOST_PARTS) if part == parts - 1 == 0 else 1
             if part == parts - 1 > 0:
-                items_of_head[bh] += int(MOST_PARTS) - parts
+                additions_of_head[bh] += int(MOST_PARTS) - parts
             for tile in range(begin, end):
                 covered[bh, row_block, tile] += 1
                 number, rank_of_tile = (int(lists.tiles[tile, field]) for field in (TILE.sum, TILE.rank))
@@ -112,8 +112,8 @@ def work_of(launched: Launches, lists: BackwardLists) -> list[list[int]]:
     assert covered == Counter(expected)
     # `convert_dq_kernel` waits for so many: see `accumulator`.
     additions = launched.convert.given[3][5]
-    assert {2 * n for n in items_of_head.values()} == {additions}
-    assert len(items_of_head) == batch * heads
+    assert {2 * n for n in additions_of_head.values()} == {additions}
+    assert len(additions_of_head) == batch * heads
     taken: list[int] = []
     for (kv_head, row_block), slots in sharing.items():
         ((slot, adding),) = slots

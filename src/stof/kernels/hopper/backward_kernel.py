@@ -398,7 +398,7 @@ def backward_kernel(
     dv_ptr,
     kv_sums_ptr,  # [all slots, 2 halves of the keys, 2, 64 * width] float32: sums of dK and dV of several items; slots
     #               are those of key heads, [B, Hkv, slots], and then those of the last items
-    counters_ptr,  # [2 + B * H * (sums + 1) + 4 * all slots] int32, zero: what `convert_dq_kernel` took; items that
+    counters_ptr,  # [2 + B * H * (sums + 1) + 4 * all slots] int32, zero: what `convert_dq_kernel` took; tickets that
     #                were taken; additions to each sum of dQ; of each head, `MOST_PARTS` for each item that an
     #                accumulator warp ended; and of pairs of sums of dK and dV, by each warpgroup
     tickets_ptr,  # int32 [tickets, TICKET_SIZE], fields as `TicketFields`
