@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -211,14 +212,22 @@ MASKS = {
 }
 
 
+@cache
+def long_lists(name: str) -> BackwardLists:
+    """Lists of 4096 queries and keys, of two heads if they have other masks."""
+    rows, mask = torch.arange(4096), MASKS[name][0]
+    heads = range(2 if "heads" in name else 1)
+    return lists_of(torch.stack([mask(h, rows[:, None], rows).expand(4096, 4096) for h in heads])[None], 64)
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("batch", "kv_heads", "heads"), [(1, 8, 8), (1, 2, 8), (2, 12, 24)])
 @pytest.mark.parametrize("known", [True, False])
 def test_tickets_of_long_sequences(name: str, batch: int, kv_heads: int, heads: int, known: bool) -> None:
     """Parts of the last items, query heads of a key head in one item, chunks of long blocks of keys."""
-    rows, (mask, *expected) = torch.arange(4096), MASKS[name]
-    patterns = [mask(h, rows[:, None], rows).expand(4096, 4096) for h in range(2 if "heads" in name else 1)]
-    lists = lists_of(torch.stack(patterns * (heads // 2 if len(patterns) > 1 else 1))[None], 64)
+    lists, expected = long_lists(name), MASKS[name][1:]
+    if lists.pattern_of.shape[1] > 1:
+        lists = replace(lists, pattern_of=lists.pattern_of.repeat(1, heads // 2))
     q, k = (torch.empty(batch, n, 4096, 128, dtype=torch.half) for n in (heads, kv_heads))
     call = {"q": q, "k": k, "v": k, "out": q, "d_out": q, "scale": 0.1}
     lists = lists if known else replace(lists, counts=None)
