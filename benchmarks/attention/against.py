@@ -68,7 +68,7 @@ def changes(
     """
     if not (old / "src" / "stof" / "__init__.py").is_file():
         raise ArgumentError(f"{old} is not a checkout of stof; make one with: git worktree add {old} COMMIT")
-    found = []
+    timed = []
     with ExitStack() as stack:
         pair = [_Worker(old.resolve(), caches / "old"), _Worker(ROOT, caches / "new")]
         for worker in pair:
@@ -86,5 +86,5 @@ def changes(
                     pair[which].ask("time")
                     times[which].append(float(pair[which].answer()))
             ratio = statistics.median(new / before for before, new in zip(*times, strict=True))
-            found.append(Change(mask, shape, statistics.median(times[0]), statistics.median(times[1]), ratio))
-    return found
+            timed.append(Change(mask, shape, statistics.median(times[0]), statistics.median(times[1]), ratio))
+    return timed

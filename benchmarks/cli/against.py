@@ -38,15 +38,15 @@ def against(
     cells = [(grid_mask(mask).name, shape) for shape in wanted for mask in masks.split() or GRID]
     with tempfile.TemporaryDirectory() as caches:
         passes = "backward" if backward else "forward"
-        found = changes(old, passes, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
+        cells_timed = changes(old, passes, cells, Path(caches), rounds, lambda line: typer.echo(line, err=True))
     device = torch.cuda.get_device_name()
     table = Table(title=f"Attention, {passes} passes with {old} and with this checkout, {device}, us per pass")
     for heading in ("mask", "shape", "old", "new", "new / old"):
         table.add_column(heading)
-    for cell in found:
+    for cell in cells_timed:
         table.add_row(cell.mask, cell.shape, f"{cell.old_us:.2f}", f"{cell.new_us:.2f}", f"{cell.ratio:.3f}")
     console = table_console()
     console.print(table)
-    if found:
-        mean = math.exp(sum(math.log(cell.ratio) for cell in found) / len(found))
-        console.print(f"new / old: {mean:.4f} in the geometric mean, at most {max(c.ratio for c in found):.3f}")
+    if cells_timed:
+        mean = math.exp(sum(math.log(cell.ratio) for cell in cells_timed) / len(cells_timed))
+        console.print(f"new / old: {mean:.4f} in the geometric mean, at most {max(c.ratio for c in cells_timed):.3f}")

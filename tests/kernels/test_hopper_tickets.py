@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stof.kernels.hopper.backward_lists import TILE, BackwardLists, slots_of
+from stof.kernels.hopper.backward_lists import MOST_PARTS, TILE, BackwardLists, slots_of
 from stof.kernels.implementation import NeedsGrad, Options
 from stof.testing import make_inputs
 from tests.examples import examples
@@ -24,8 +24,10 @@ from tests.kernels.test_hopper_backward import QUERIES, WIDTH, drawn_masks, kept
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 from stof.kernels.hopper import backward, backward_lists, backward_tickets, binding
-from stof.kernels.hopper.backward_tickets import MOST_PARTS, TICKET
+from stof.kernels.hopper.backward_tickets import TICKET
 from tests.kernels.assemble import Recorded
 
 pytestmark = [
@@ -53,8 +55,6 @@ def launches_of(
     lists: BackwardLists, call: dict[str, Any], lse: Tensor, thread_blocks: int, programs: int | None = None
 ) -> Launches:
     """Bind and call the kernels, and run the one that writes tickets, or the first programs of it."""
-    import triton.language as tl
-
     record = Recorded()
     options = Options(call["scale"], 0.0, sinks=call.get("sinks"))
     q, k, v, out, d_out, d_lse = (call.get(name) for name in ("q", "k", "v", "out", "d_out", "d_lse"))
@@ -82,7 +82,7 @@ def work_of(launched: Launches, lists: BackwardLists) -> list[list[int]]:
     """Tickets with work in the order in which they are taken; check that each tile of each head is in one of them."""
     tickets = launched.tickets.tolist()
     last = next(n for n, ticket in enumerate(tickets) if ticket[TICKET.begin] < 0)
-    assert len(tickets) - last >= launched.main.given[1]  # one for each thread block
+    assert len(tickets) - last >= launched.main.given[1]  # an end ticket for each thread block
     assert all(ticket[TICKET.begin] < 0 for ticket in tickets[last:])
     work = [ticket for ticket in tickets[:last] if ticket[TICKET.part] < ticket[TICKET.parts]]
     batch, heads = launched.call["q"].shape[:2]
@@ -96,9 +96,9 @@ def work_of(launched: Launches, lists: BackwardLists) -> list[list[int]]:
         items[head // group, row_block, rank].append((part, parts, part_slot if parts > 1 else 0))
         sharing[head // group, row_block].add((slot if adding > 1 else 0, adding))
         for bh in range(head, head + count):
-            additions_of_head[bh] += int(MOST_PARTS) if part == parts - 1 == 0 else 1
+            additions_of_head[bh] += MOST_PARTS if part == parts - 1 == 0 else 1
             if part == parts - 1 > 0:
-                additions_of_head[bh] += int(MOST_PARTS) - parts
+                additions_of_head[bh] += MOST_PARTS - parts
             for tile in range(begin, end):
                 covered[bh, row_block, tile] += 1
                 number, rank_of_tile = (int(lists.tiles[tile, field]) for field in (TILE.sum, TILE.rank))
@@ -174,8 +174,8 @@ def test_gradients_in_the_order_of_tickets(data: st.DataObject, queries: int) ->
     batch, heads, q_len, kv_len = keep.shape
     head_dim, option = 40 if queries == 128 else 72, data.draw(st.sampled_from(["", "lse", "sinks"]))
     lists = lists_of(keep, queries)
-    of_their_own = lists.seen_keys is not None and lists.pattern_of.shape[1] > 1
-    kv_heads = heads if of_their_own else data.draw(st.sampled_from(sorted({1, heads})))
+    heads_differ = lists.seen_keys is not None and lists.pattern_of.shape[1] > 1
+    kv_heads = heads if heads_differ else data.draw(st.sampled_from(sorted({1, heads})))
     inputs = make_inputs(batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
     q, k, v = inputs.qkv
     call: dict[str, Any] = {"q": q, "k": k, "v": v, "d_out": torch.randn_like(q), "scale": 0.3, "keep": keep}
@@ -199,8 +199,8 @@ def test_gradients_in_the_order_of_tickets(data: st.DataObject, queries: int) ->
         torch.testing.assert_close(computed, getattr(expected, name).to(computed.dtype), rtol=1e-4, atol=1e-4)
 
 
-# A mask of a query head, and whether some of its last items are split, and some items have several query heads: if the
-# host makes items, and if the device decides, which does not cut blocks of keys that most queries see into chunks.
+# The mask of query head h; whether some of the last items are split, and whether some items have several query heads,
+# if the host makes the items; the same if the device does, which does not cut blocks of keys into chunks.
 MASKS = {
     "full": (lambda h, q, kv: q >= 0, (False, False), (False, False)),
     "causal": (lambda h, q, kv: q >= kv, (True, False), (True, False)),
@@ -222,17 +222,17 @@ def long_lists(name: str) -> BackwardLists:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("batch", "kv_heads", "heads"), [(1, 8, 8), (1, 2, 8), (2, 12, 24)])
-@pytest.mark.parametrize("known", [True, False])
-def test_tickets_of_long_sequences(name: str, batch: int, kv_heads: int, heads: int, known: bool) -> None:
+@pytest.mark.parametrize("has_counts", [True, False])
+def test_tickets_of_long_sequences(name: str, batch: int, kv_heads: int, heads: int, has_counts: bool) -> None:
     """Parts of the last items, query heads of a key head in one item, chunks of long blocks of keys."""
     lists, expected = long_lists(name), MASKS[name][1:]
     if lists.pattern_of.shape[1] > 1:
         lists = replace(lists, pattern_of=lists.pattern_of.repeat(1, heads // 2))
     q, k = (torch.empty(batch, n, 4096, 128, dtype=torch.half) for n in (heads, kv_heads))
     call = {"q": q, "k": k, "v": k, "out": q, "d_out": q, "scale": 0.1}
-    lists = lists if known else replace(lists, counts=None)
+    lists = lists if has_counts else replace(lists, counts=None)
     work = work_of(launches_of(lists, call, torch.zeros(batch, heads, 4096), 132, programs=2), lists)
-    is_split, is_grouped = expected[0 if known else 1]
+    is_split, is_grouped = expected[0 if has_counts else 1]
     parts = [ticket[TICKET.end] - ticket[TICKET.begin] for ticket in work if ticket[TICKET.parts] > 1]
     assert bool(parts) == is_split
     counts = lists.row_block_ptr.diff()

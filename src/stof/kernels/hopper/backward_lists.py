@@ -77,8 +77,9 @@ LONGEST_OVER_MEAN, LONGEST_SHARE = 3, 1 / 4
 SHORT_BLOCK, ITEM_COST = 24, 6
 # Under causal masks the longest items come last, and thread blocks could end one of these apart. So of the last
 # `LAST_ITEMS * thread_blocks` items, those with more than `LONG_OVER_MEAN` times the mean number of tiles of a block of
-# keys are split into at most `MOST_PARTS` parts of about `PART_OVER_MEAN` times the mean: if the mean is more than
-# `SHORT_BLOCK`, and the first block of keys is as long. `MOST_PARTS` is a power of two.
+# keys are split into parts of about `PART_OVER_MEAN` times the mean, or longer ones where these would be more than
+# `MOST_PARTS`, a power of two: if the mean is more than `SHORT_BLOCK`, and the first block of keys of a pattern is as
+# long.
 LAST_ITEMS, LONG_OVER_MEAN, PART_OVER_MEAN, MOST_PARTS = 1 / 2, 5 / 4, 2 / 3, 4
 # At most so many times the mean number of tiles of a block of queries in its pattern add to one sum of dQ, or
 # `FEWEST_TILES`, if that is more.

@@ -13,15 +13,15 @@ from stof.runtime.pdl import launch_next, launch_next_and_wait, wait_previous
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# Arguments that differ between masks. No value of theirs, such as 1, makes Triton compile the kernel anew.
-_OF_MASK = [
+# Integers that change with the mask: Triton does not specialise the kernel for their values, such as 1.
+_NOT_SPECIALIZED = [
     "counters", "tickets", "thread_blocks", "items", "heads_of_items", "slots", "first_part_slot", "row_blocks",
     "patterns", "all_heads", "heads_per_group", "mask_b", "mask_h",
 ]  # fmt: skip
-_COUNTERS = tl.constexpr(128)  # that a program clears at a time
+_COUNTERS = tl.constexpr(128)  # cleared at a time
 
 
-@triton.jit(do_not_specialize=_OF_MASK)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 @no_type_check
 def backward_rows_kernel(
     out_ptr,  # [B, H, Sq, D]
@@ -46,7 +46,7 @@ def backward_rows_kernel(
     tickets,  # with at least one end ticket for each thread block
     thread_blocks,  # of `backward_kernel`
     items,  # of a key head; if `heads_of_items` is 0, blocks of keys
-    heads_of_items,  # most query heads of an item; 0 if an item is a block of keys, with one query head or a group
+    heads_of_items,  # most query heads of an item; 0 if every item is a block of keys, and the kernel groups heads
     slots,  # for sums of dK and dV, of a key head
     first_part_slot,  # the first slot for sums of parts
     row_blocks,
